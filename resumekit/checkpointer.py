@@ -224,10 +224,11 @@ class Checkpointer(StepBoundary):
                 the step; other values are read only when tracing.
 
         Raises:
-            LoopError: no batch has been fetched through ``batches()``.
+            LoopError: no batch has been fetched through ``batches()``, and no epoch has begun.
             DivergenceError: ``on_divergence="raise"``, and an earlier attempt recorded other values
                 for this step.
         """
+        self._step_without_batch()
         if not self._in_step:
             raise LoopError(
                 "step()",
@@ -301,6 +302,9 @@ class Checkpointer(StepBoundary):
         is_due = self._stop_reason is not None or (saves.is_due and self._may_save())
         if self._loop is not None and is_due:
             is_over = self._loop == "epochs" and any(each.used_up for each in self._sources)
+            if self._has_no_loop and self._in_step:  # an epoch without batches is over
+                is_over = True
+                self._next_epoch(self._epoch + 1)
             self._run.variables.leave(is_epoch_over=is_over)
             self._pass_safe_point(None)
         try:

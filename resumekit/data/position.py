@@ -87,10 +87,11 @@ class DataPosition(ComponentState):
         """A position with the same settings and no loader."""
         return DataPosition(self._seed, allowed_changes=self._allowed_changes)
 
-    def feed(self, loader: Any, name: str | None = None) -> Feed:
+    def feed(self, loader: Any, name: str | None = None, *, repeat: bool = False) -> Feed:
         """What a loop over this loader, or over a dict of loaders, draws from.
 
-        A framework may say how it draws by ``PrefetchedLoader`` or ``CombinedLoaders``.
+        A framework may say how it draws by ``PrefetchedLoader`` or ``CombinedLoaders``. A loader
+        beside the loop (``repeat``) is in an epoch of its own.
 
         Raises:
             TypeError: a dict of loaders, which has names, and one name more.
@@ -103,14 +104,14 @@ class DataPosition(ComponentState):
         if isinstance(loader, PrefetchedLoader):
             return self.open(loader.loader, name or DEFAULT_NAME, ahead=True)
         if not isinstance(loader, Mapping):
-            return self.open(loader, DEFAULT_NAME if name is None else name)
+            return self.open(loader, DEFAULT_NAME if name is None else name, repeat=repeat)
         if name is not None:
             raise TypeError("a dict of loaders has its names in its keys: leave name= out")
         if not loader:
             raise ConfigurationError("batches()", found="no loader in the dict")
-        return Zipped({key: self.open(each, key) for key, each in loader.items()})
+        return Zipped({key: self.open(each, key, repeat=repeat) for key, each in loader.items()})
 
-    def open(self, loader: Any, name: str, *, ahead: bool = False) -> Source:
+    def open(self, loader: Any, name: str, *, ahead: bool = False, repeat: bool = False) -> Source:
         """The source of this loader; the same one as before when the loop opens it again.
 
         Another loader may replace it at the start of an epoch.
@@ -119,6 +120,7 @@ class DataPosition(ComponentState):
             loader: the loader.
             name: what the run calls it.
             ahead: whether it is asked for a batch more than is delivered.
+            repeat: whether another loader replaces it in the middle of its own epoch.
 
         Raises:
             ConfigurationError: another loader of this name is in the middle of an epoch.
@@ -129,7 +131,10 @@ class DataPosition(ComponentState):
             if self._opened_in[name] < self._num_epochs:
                 known.is_rebuilt = False
             return known
-        if known is not None and (known.begun or self._opened_in[name] == self._num_epochs):
+        if known is not None and repeat and self._opened_in[name] < self._num_epochs:
+            if known.batch:
+                known.end_epoch()
+        elif known is not None and (known.begun or self._opened_in[name] == self._num_epochs):
             position = (
                 f"after batch {known.batch} of the first one" if known.begun else "in one epoch"
             )
@@ -139,14 +144,15 @@ class DataPosition(ComponentState):
                 expected="the loader that the epoch was begun with",
                 remedy="Give each loader its own name=; a new one may take over with a new epoch",
             )
-        self._restore_content(loader, name)
+        self._restore_content(loader, name, repeat=repeat)
         source = open_source(loader, name, self._seed)
         source = PrefetchingSource(source) if ahead else source
         source.allowed_changes = self._allowed_changes
         if known is not None:
             source.follow(known)
         elif name in self._pending:
-            source.load_state_dict(self._with_rebuilt(self._pending[name], source))
+            state = self._with_rebuilt(self._pending[name], source, repeat=repeat)
+            source.load_state_dict(state)
             del self._pending[name]
             self.changes += source.changes
             self.unexpected += source.unexpected
@@ -154,29 +160,39 @@ class DataPosition(ComponentState):
         self._opened_in[name] = self._num_epochs
         return source
 
-    def _restore_content(self, loader: Any, name: str) -> None:
+    def _restore_content(self, loader: Any, name: str, *, repeat: bool) -> None:
         """Records what a loader that is built in the epoch is built from, or sets it."""
         self._contents.pop(name, None)
         state = self.follow_content(loader)
         if state is not None:
             self._contents[name] = content = LoaderContent(state)
             pending = self._pending.get(name, {})
-            content.begin(pending.get("content") if pending.get("batch") else None)
+            continues = pending.get("batch") and not self._is_replaced(pending, loader, repeat)
+            content.begin(pending.get("content") if continues else None)
 
     def witness_epoch(self) -> None:
         """An epoch of ``epochs()`` begins, in a process that resumes there."""
-        if any(state["rebuilt"] is None for state in self._pending.values()):
+        if any(each["rebuilt"] is None or each["batch"] for each in self._pending.values()):
             self._existing = ExistingObjects()
 
-    def _with_rebuilt(self, state: dict[str, Any], source: Source) -> dict[str, Any]:
+    def _with_rebuilt(
+        self, state: dict[str, Any], source: Source, *, repeat: bool
+    ) -> dict[str, Any]:
         """The state, with what can be known about whether the loader is built in every epoch."""
         existing = self._existing
-        if state["batch"] or state["rebuilt"] is not None or existing is None:
+        is_replaced = self._is_replaced(state, source.loader, repeat)
+        if existing is None or not (is_replaced or _may_be_rebuilt(state)):
             return state
         if existing.contains(source.loader):
             return state
         recreated = existing.recreated(source.private, state["generators"])
-        return {**state, "rebuilt": True, "made_anew": recreated}
+        epoch = state["epoch"] + is_replaced
+        return {**state, "epoch": epoch, "batch": 0, "rebuilt": True, "made_anew": recreated}
+
+    def _is_replaced(self, state: Mapping[str, Any], loader: Any, repeat: bool) -> bool:
+        """Whether the epoch that begins builds another loader in place of one that repeats."""
+        is_within = repeat and state["batch"] > 0
+        return is_within and self._existing is not None and not self._existing.contains(loader)
 
     @property
     def fidelity(self) -> tuple[Fidelity, str]:
@@ -310,6 +326,11 @@ def saved_batch_size(state: Mapping[str, Any]) -> int | None:
     position = state.get(DEFAULT_NAME, {})
     found: int | None = position.get("inner", position).get("geometry", {}).get("batch_size")
     return found
+
+
+def _may_be_rebuilt(state: Mapping[str, Any]) -> bool:
+    """Whether a position between two epochs does not say if each epoch builds the loader."""
+    return not state["batch"] and state["rebuilt"] is None
 
 
 def _map_source(loader: Any, seed: RunSeed | None) -> Callable[[Any, str], MapSource] | None:

@@ -178,7 +178,8 @@ def _require_training(
         "optimizer",
         found=f"none was passed, and none is in the variables of the loop ({names})",
         expected="the optimizer that trains the model",
-        remedy="Make it before the loop, or pass model=... and optimizer=...",
+        remedy="Make it before the loop or pass optimizer=...; one that the loop makes, or none: "
+        "pass model=... and call step()",
     )
 
 

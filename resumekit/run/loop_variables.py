@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
-from itertools import islice
 from types import CodeType, GeneratorType, SimpleNamespace
 from typing import Any
 from weakref import ref
@@ -48,6 +47,7 @@ from resumekit.live import (
 )
 from resumekit.log import logger
 from resumekit.run.garbage_collector import collector_paused
+from resumekit.run.rebound_loops import BoundLoops, ReboundLoops, has_loop
 from resumekit.state import CaptureLine, Fidelity, Slot
 
 # Plain values: all that is kept of the variables at an epoch's start. The rest is read at the save.
@@ -90,6 +90,8 @@ class LoopVariables(UserState):
         self._num_elsewhere = 0  # fetches in a row with which no loop began
         self._before_epoch: Paths | None = None  # of the objects that were there before epochs()
         self._environment: Set[tuple[str, str]] = set()  # as the script has made it
+        self._rebound_loops = ReboundLoops()
+        self._variables: dict[str, Any] = {}  # all live ones during a save, by path
 
     # ---------------------------------------------------------------- fetches
 
@@ -106,11 +108,12 @@ class LoopVariables(UserState):
         """The loop is a framework's: there are no variables of the user's."""
         self._mode = OFF
 
-    def enter(self, owner: Any) -> None:
+    def enter(self, owner: Any, *, gives_batches: bool = True) -> None:
         """A loop is asked for the first time: what the script has made so far is the baseline.
 
         Args:
             owner: what the script calls its run, the Checkpointer.
+            gives_batches: the loop is none over ``epochs()``.
         """
         if self._mode == OFF:
             return
@@ -124,6 +127,8 @@ class LoopVariables(UserState):
             self._environment = {*os.environ.items()}
             is_script = not self._epoch_fetch  # an epoch's first lines run again after a resume
             found = self.extend_baseline(self._all_holders(frames), is_script=is_script)
+        if gives_batches:
+            self._rebound_loops.enter(self._bound_loops(frames, found))
         chain = tuple(each.site for each in frames)
         if chain not in self._entered:
             self._entered.add(chain)
@@ -143,6 +148,7 @@ class LoopVariables(UserState):
     def end_epoch(self) -> None:
         """``epochs()`` is asked for the next epoch."""
         self._at_epoch = {}
+        self._rebound_loops.end_epoch()
 
     @collector_paused()
     def begin_epoch(self) -> None:
@@ -166,6 +172,8 @@ class LoopVariables(UserState):
             self._numbers_at_epoch = {
                 p: e.value for p, e in seen.items() if type(e.value) in SCALARS
             }
+        least = 2 if self._has_batch else 1  # the script may have opened one beside the loop
+        self._rebound_loops.begin_epoch(self._bound_loops(frames, least=least))
         self._release()
 
     @collector_paused()
@@ -206,7 +214,24 @@ class LoopVariables(UserState):
 
     def _release(self) -> None:
         """Releases all values of frames: no batch outlives its fetch because of this."""
-        self._holders, self.objects, self._for_save = {}, {}, None
+        self._holders, self.objects, self._for_save, self._variables = {}, {}, None, {}
+
+    def _bound_loops(
+        self, frames: Sequence[LiveFrame], found: Walk | None = None, *, least: int = 2
+    ) -> BoundLoops:
+        """The loops that variables refer to; none where fewer loaders than ``least`` are open."""
+        owner = self._owner()
+        if owner is None or len(owner._sources) < least:
+            return BoundLoops()
+        if found is None:
+            self._holders = self._all_holders(frames)
+            found = self._walk()
+        return BoundLoops.among(found, _variables(frames) if frames else self._variables)
+
+    def _rebound(self, found: Walk) -> Iterator[CaptureLine]:
+        """A line for each variable that training has rebound to another loop."""
+        lines = self._rebound_loops.lines(self._bound_loops((), found))
+        return (each for each in lines if not self._scope.is_transient(each.key))
 
     # ---------------------------------------------------------------- saving
 
@@ -225,6 +250,7 @@ class LoopVariables(UserState):
         self._stored = {f"{name}.{each}" for name, frame in named for each in frame.stored}
         self._holders = {**self._all_holders(frames), **self._at_epoch} if frames else {}
         self._known.update((name, class_name(each.value)) for name, each in self._holders.items())
+        self._variables = _variables(frames)
         self._lines.update((line.key, line) for line in self._deleted(frames))
         if not self._has_left:
             self._sites = [each.site.as_plain() for each in frames]
@@ -342,6 +368,7 @@ class LoopVariables(UserState):
     def _changes(self) -> tuple[CaptureLine, ...]:
         changes = self._for_save = self._for_save or self._encoded(self._walk())
         self._lines.update((line.key, line) for line in self._not_given(changes.found))
+        self._lines.update((line.key, line) for line in self._rebound(changes.found))
         if self._mode == RESTORE:
             return (*super().findings(), *self._changed_environment())
         reason = 'not saved; pass loop_variables="restore"'
@@ -507,18 +534,14 @@ def _state_of(frame: LiveFrame, running: set[int]) -> dict[str, Any]:
         for name, value in frame.variables().items()
         if name not in clocks
         and not (isinstance(value, GeneratorType) and id(value.gi_frame) in running)
-        and not _has_loop(value)
+        and not has_loop(value)
     }
 
 
-def _has_loop(value: Any) -> bool:
-    """Whether it is a list or the like of the run's own loops: their positions are saved."""
-    if type(value) not in _CONTAINERS:
-        return False
-    items = value.values() if isinstance(value, dict) else value
-    return any(
-        type(each).__module__ == "resumekit.run.loops" for each in islice(items, _MAX_NESTED)
-    )
+def _variables(frames: Sequence[LiveFrame]) -> dict[str, Any]:
+    """The live variables of all frames, by path."""
+    named = _named(frames).items()
+    return {f"{name}.{key}": v for name, frame in named for key, v in frame.variables().items()}
 
 
 def _texts_in(code: CodeType) -> Iterator[str]:

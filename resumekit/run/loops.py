@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from resumekit.data import Feed
+from resumekit.data import Feed, Source
 from resumekit.errors import DataPositionError
 
 if TYPE_CHECKING:
@@ -62,6 +62,16 @@ class Batches:
         """Whether the epoch under way is known to have no more batches."""
         return self._feed.used_up
 
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The loaders that it draws from."""
+        return self._feed.sources
+
+    @property
+    def needs_no_variable(self) -> bool:
+        """Whether a resume does without the variables that refer to it: it leads, or is over."""
+        return self._is_over or self._checkpointer._loop_order.leads(self._feed.names)
+
     def __iter__(self) -> Iterator[Any]:
         return self
 
@@ -79,6 +89,7 @@ class Batches:
             checkpointer._count_taken_step()
         if not self._is_entered:
             self._is_entered = True
+            checkpointer._begin_batches()
             checkpointer._run.enter_loop(checkpointer, feed)
         if self._is_over or not order.ask(names, follows=self._repeats):
             self._stop()
@@ -206,7 +217,7 @@ class Epochs:
         checkpointer, variables = self._checkpointer, self._checkpointer._run.variables
         epoch = checkpointer.progress.epoch if self._epoch is None else self._epoch + 1
         if self._epoch is None:
-            variables.enter(checkpointer)
+            variables.enter(checkpointer, gives_batches=False)
         else:
             variables.end_epoch()
             checkpointer._close_epoch(epoch)

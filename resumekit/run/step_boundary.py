@@ -36,6 +36,8 @@ class StepBoundary:
         self._epoch = 0  # of epochs()
         self._num_used = 0  # the batches of this epoch that its loops used
         self._in_step = False  # a batch was handed out since the last safe point
+        self._has_no_loop = False  # an epoch of epochs() is under way, and no loop in it has begun
+        self._is_announced = False  # what a checkpoint holds, in a loop without batches
         self._stepped = False  # no batch was handed out by the loop that leads since the last step
         self._num_steps_of_batch = 0  # calls of step() since a loop was given a batch
         self._steps_taken: StepsTaken | None = None  # where an adapter makes step() optional
@@ -131,6 +133,7 @@ class StepBoundary:
     def _count_taken_step(self) -> None:
         """Counts the step that optimizers have taken in this iteration, unless it is counted."""
         if self._has_uncounted_step:
+            self._step_without_batch()
             self._num_counted += 1
             self._count_step({})
         if self._steps_taken is not None and (self._stepped or not self._in_step):
@@ -142,8 +145,32 @@ class StepBoundary:
         steps, run = self._steps_taken, self._run
         if steps is None or run.is_driven or run.counters.marks_steps:
             return False
-        is_open = self._in_step and not self._stepped
+        is_open = self._has_no_loop if not self._in_step else not self._stepped
         return is_open and steps.is_complete and self._at_step_boundary()
+
+    def _step_without_batch(self) -> None:
+        """A step is about to be counted; in an epoch without batches the epoch is the iteration."""
+        if self._has_no_loop and not self._in_step:
+            self._in_step, self._num_steps_of_batch = True, 0
+            self._run.counters.count_batch(0)
+            if not self._is_announced:
+                self._is_announced = True
+                self._run.variables.hand_out()
+                self._run.reporter.announce()
+
+    def _begin_batches(self) -> None:
+        """A loop over batches begins.
+
+        Raises:
+            LoopError: a step was marked before: a resume at this batch would repeat it.
+        """
+        if self._has_no_loop and self._in_step:
+            raise LoopError(
+                "step()",
+                found="called before the first batch of an epoch",
+                expected="a step on each batch, or epochs without batches()",
+            )
+        self._has_no_loop = False
 
     def _count_step(self, values: Mapping[str, Any]) -> None:
         counters = self._run.counters
@@ -218,17 +245,21 @@ class StepBoundary:
     ) -> Batches:
         """The rest of an epoch of a loader."""
         self._run.enter({}, loader)
-        return Batches(self, self._run.position.feed(loader, name), repeat=repeat)
+        feed = self._run.position.feed(loader, name, repeat=repeat)
+        return Batches(self, feed, repeat=repeat)
 
     def _open_epoch(self, epoch: int) -> None:
         """An epoch of ``epochs()`` begins: its first line sees the run's random state."""
         self._epoch = epoch
         continues = self.progress.batch > 0
+        self._has_no_loop = not continues and not self._run.is_driven
         if not continues:
             self._run.restore_again()
             self._run.position.witness_epoch()
             self._run.restore_random()
         self._run.rng.begin_epoch(continues=continues)
+        if self._steps_taken is not None:
+            self._steps_taken.watch(self._run.components)
 
     def _begin(self, feed: Feed, epoch: int) -> None:
         """A loader's epoch begins or continues."""
@@ -283,7 +314,7 @@ class StepBoundary:
     def _next_epoch(self, epoch: int) -> None:
         self._run.position.end_epoch(self._loop_order.asked)
         self._loop_order.next_epoch()
-        self._epoch, self._num_used = epoch, 0
+        self._epoch, self._num_used, self._has_no_loop = epoch, 0, False
         self._run.counters.move_to(epoch, 0)
 
     def _finish(self, reason: str, *, used_up: bool) -> None:

@@ -30,6 +30,7 @@ MODULES = (
     "shapes_of_learning",
     "shapes_of_data",
     "shapes_of_libraries",
+    "shapes_of_epochs",
     "shapes_without_state",
 )
 PRELOAD = ("no_power_cut", *DEFAULT_PRELOAD, "tiny_training", *MODULES)

@@ -140,6 +140,18 @@ EXACT = {
         gradient_of_the_step_before
         adversarial_noise
     """,
+    "shapes_of_epochs": """
+        loader_chosen_in_each_epoch
+        loader_recreated_in_each_epoch
+        epochs_on_the_whole_data
+        ---
+        loader_chosen_by_a_number
+        loader_with_a_generator_recreated
+        loader_kept_through_the_epochs
+        epochs_on_the_whole_data_with_step
+        epochs_without_an_optimizer
+        optimizer_made_in_each_epoch
+    """,
 }
 EXACT |= {
     "shapes_of_libraries": """
@@ -198,6 +210,14 @@ REPORTED = {
         "loop_in_a_coroutine": "coroutine",
         "count_of_zip": "index count zip",
         "list_with_an_epoch_as_operand": "sums concatenate_epochs",
+    },
+    "shapes_of_epochs": {
+        "loader_rebound_in_the_loop": "source",
+        "loader_rebound_in_an_attribute": "source",
+        "---": "",
+        "loader_rebound_in_a_list": "sources",
+        "loader_rebound_in_an_epoch": "source",
+        "loader_added_in_the_loop": "source",
     },
 }
 # They are found and saved as components, so they are exact without variables too.
@@ -320,6 +340,43 @@ def test_what_cannot_be_restored_is_reported_in_time(judge: Judge, shape: str) -
     names, kills = names_of(shape), KILLS_OF.get(shape, KILLS)
     judgement = judge.verdict(shape, names=names, kills=kills)
     assert_verdict(judgement, Verdict.EXACT, Verdict.REPORTED)
+
+
+@pytest.mark.parametrize("save_every", [1, 7])
+@pytest.mark.parametrize(
+    "name",
+    ["recreated_in_each_epoch", "with_a_generator_recreated", "kept_through_the_epochs"],
+)
+def test_a_second_loader_is_exact_at_each_kill_of_later_epochs(
+    judge: Judge, name: str, save_every: int
+) -> None:
+    shape, kills = f"shapes_of_epochs:loader_{name}", range(7, 21)
+    judgement = judge.verdict(shape, kills=[*kills], save_every=save_every)
+    assert_verdict(judgement, Verdict.EXACT)
+    assert judge.verdict(shape, kills=(10,), exclude=["data"]).difference
+
+
+@pytest.mark.parametrize("save_every", [1, 2])
+@pytest.mark.parametrize("name", ["", "_with_step"])
+def test_epochs_without_batches_are_exact_at_each_kill(
+    judge: Judge, name: str, save_every: int
+) -> None:
+    shape = f"shapes_of_epochs:epochs_on_the_whole_data{name}"
+    assert_verdict(
+        judge.verdict(shape, kills=[*range(1, 21)], save_every=save_every), Verdict.EXACT
+    )
+    assert judge.verdict(shape, kills=(10,), exclude=["optimizer"]).difference
+
+
+@pytest.mark.parametrize("save_every", [3, 7])
+def test_a_loader_rebound_in_one_epoch_is_refused_after_it(judge: Judge, save_every: int) -> None:
+    """Inside the epoch that binds it, a resume binds it again."""
+    shape, kills = "shapes_of_epochs:loader_rebound_in_the_second_epoch", (13, 20)
+    judgement = judge.verdict(shape, kills=kills, save_every=save_every)
+    first, second = judgement.launches
+    assert (first.end, first.warnings, second.end) == ("crashed", (), "refused"), str(judgement)
+    assert "source: lost (training rebound it" in second.error
+    assert judge.verdict(shape, kills=(20,), loop_variables="off").difference
 
 
 # The negative controls: with nothing saved, each must differ.
