@@ -280,7 +280,10 @@ def test_an_endless_loader_is_counted_in_steps(tmp_path: Path, remedy: Remedy) -
     assert launch(tmp_path / "b", endless(**{use: 5})) == 5
 
 
-@pytest.mark.remedy("Make it before the loop, or pass model=... and optimizer=...")
+@pytest.mark.remedy(
+    "Make it before the loop or pass optimizer=...; one that the loop makes, or none: pass "
+    "model=... and call step()"
+)
 def test_an_optimizer_is_made_before_the_loop_or_passed(tmp_path: Path, remedy: Remedy) -> None:
     def without_optimizer() -> None:
         checkpointer = Checkpointer(tmp_path / "a")
@@ -299,9 +302,11 @@ def test_an_optimizer_is_made_before_the_loop_or_passed(tmp_path: Path, remedy: 
     text = remedy.of(without_optimizer)
     assert with_optimizer() == 2
     parts = Parts()
-    given = {name: getattr(parts, name) for name in re.findall(r"(\w+)=\.\.\.", text)}
-    with Checkpointer(tmp_path / "c", **given) as checkpointer:
-        one_epoch(checkpointer)
+    for number, name in enumerate(re.findall(r"(\w+)=\.\.\.", text)):
+        given: Any = {name: getattr(parts, name)}
+        with Checkpointer(tmp_path / f"c{number}", **given) as checkpointer:
+            one_epoch(checkpointer)  # which calls step()
+            assert checkpointer.progress.step == 2
 
 
 def counts(checkpointer: Checkpointer, leave_after: int = 9) -> None:
