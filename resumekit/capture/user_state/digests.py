@@ -63,13 +63,14 @@ def reduced(value: Any) -> tuple[Any, Any, Any, Any, Any]:
     """
     kind = class_of(value)
     reduce = copyreg.dispatch_table.get(kind)
+    found: Any
     try:
         found = kind.__reduce_ex__(value, 4) if reduce is None else reduce(value)
     except Exception as error:  # of a library's class
         raise UncapturedError(f"a {kind.__name__} that cannot be copied ({error})") from error
     parts = (found,) if isinstance(found, str) else found
     maker, arguments, state, items, pairs = (*parts, None, None, None, None)[:5]
-    return maker, arguments, state, items and [*items], pairs and [*pairs]
+    return maker, arguments, state, items and list(items), pairs and list(pairs)
 
 
 class Content:

@@ -182,7 +182,8 @@ def class_of(value: Any) -> Any:
 def _has_storage(kind: Any) -> bool:
     """Whether a tensor of this class is its elements: subclasses may hold other tensors instead."""
     is_lazy = issubclass(kind, (UninitializedParameter, UninitializedBuffer))
-    return not is_lazy and bool(kind.__torch_dispatch__ is Tensor.__torch_dispatch__)
+    dispatches = getattr(kind, "__torch_dispatch__", None)
+    return not is_lazy and dispatches is getattr(Tensor, "__torch_dispatch__", None)
 
 
 def _is_elsewhere(tensor: Any) -> bool:
