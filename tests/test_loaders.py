@@ -1329,11 +1329,13 @@ def test_another_loader_in_the_middle_of_an_epoch_is_refused_with_its_name(tmp_p
 
 
 def test_the_geometry_of_the_epoch_under_way_is_checked_and_no_other(tmp_path: Path) -> None:
-    def train(training: Training, lengths: list[int], *, stop_after: int = 100) -> list[int]:
+    def train(
+        training: Training, lengths: list[int], *, stop_after: int = 100, **settings: Any
+    ) -> list[int]:
         epochs = []
         for epoch in training.checkpointer.epochs(3):
             epochs.append(epoch)
-            for batch in training.checkpointer.batches(loader(lengths[epoch])):
+            for batch in training.checkpointer.batches(loader(lengths[epoch], **settings)):
                 training.on(batch)
                 if training.checkpointer.progress.step == stop_after:
                     training.checkpointer.close()
@@ -1341,12 +1343,32 @@ def test_the_geometry_of_the_epoch_under_way_is_checked_and_no_other(tmp_path: P
         return epochs
 
     train(Training(tmp_path), [4, 6, 4], stop_after=3)  # one batch of epoch 1
-    with pytest.raises(DataPositionError, match=r"num_batches 2.*expected num_batches 3"):
-        train(Training(tmp_path), [4, 4, 4])
+    with pytest.raises(DataPositionError, match="batch_size 1, expected batch_size 2"):
+        train(Training(tmp_path), [4, 6, 4], batch_size=1)
     train(Training(tmp_path), [99, 6, 4], stop_after=5)  # all of epoch 1, whose end was not seen
     with Training(tmp_path).checkpointer as checkpointer:
         assert (checkpointer.resume().step, checkpointer.progress.epoch) == (5, 1)
     assert train(Training(tmp_path), [99, 6, 8]) == [1, 2]
+
+
+def test_the_epoch_under_way_has_the_loader_that_it_began_with(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train(lengths: list[int], *, stop_after: int = 100) -> int:
+        training = Training(tmp_path)
+        with training.checkpointer as checkpointer:
+            for epoch in checkpointer.epochs(2):
+                for batch in checkpointer.batches(loader(lengths[epoch])):
+                    training.on(batch)
+                    if checkpointer.progress.step == stop_after:
+                        raise ZeroDivisionError
+            return checkpointer.progress.step
+
+    with pytest.raises(ZeroDivisionError):
+        train([6, 6], stop_after=2)
+    assert train([4, 4]) == 5  # three batches, as it began, and two of the next epoch
+    said = "restored what the loader of this epoch was built from: dataset.length"
+    assert said in caplog.text
 
 
 # ---------------------------------------------------------------- leaving a loop

@@ -603,7 +603,12 @@ def test_a_sampler_of_several_ranks_has_their_number(
 @pytest.mark.remedy(
     "The resume was not exact. Find the cause with `resumekit prove`, or pass on_divergence='warn'"
 )
-def test_a_repeated_step_that_differs_is_warned_of(tmp_path: Path, remedy: Remedy) -> None:
+def test_a_repeated_step_that_differs_is_warned_of(
+    tmp_path: Path, remedy: Remedy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The journal compares attempts of one program; a worker of pytest-xdist has no file.
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
+
     def run(loss: float, *, leave_after: int, **options: Any) -> int:
         with Parts().make(tmp_path, save_every=2, transient={"loss"}, **options) as checkpointer:
             for _ in checkpointer.batches(loader(12), epochs=1):

@@ -71,8 +71,11 @@ class Net(nn.Module):
         return {"loss": nn.functional.mse_loss(found, y), "logits": found}
 
 
-def with_trainer(net: Net, data: Dataset[Any], rate: float, directory: Path) -> None:
-    """Trains under the Trainer of transformers."""
+Again = Callable[[], Any]
+
+
+def with_trainer(net: Net, data: Dataset[Any], rate: float, directory: Path) -> Again:
+    """Trains under the Trainer of transformers; returns what trains with it again."""
     from transformers import Trainer, TrainingArguments
 
     arguments = TrainingArguments(
@@ -86,11 +89,13 @@ def with_trainer(net: Net, data: Dataset[Any], rate: float, directory: Path) -> 
         disable_tqdm=True,
         log_level="error",
     )
-    Trainer(net, arguments, train_dataset=data).train()
+    trainer = Trainer(net, arguments, train_dataset=data)
+    trainer.train()
+    return trainer.train
 
 
-def with_lightning(net: Net, data: Dataset[Any], rate: float, directory: Path) -> None:
-    """Trains under Lightning's Trainer."""
+def with_lightning(net: Net, data: Dataset[Any], rate: float, directory: Path) -> Again:
+    """Trains under Lightning's Trainer; returns what trains with it again."""
     import lightning.pytorch as pl
     from torch.utils.data import DataLoader
 
@@ -114,11 +119,18 @@ def with_lightning(net: Net, data: Dataset[Any], rate: float, directory: Path) -
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Module(rate), DataLoader(data, BATCH_SIZE, shuffle=True))
+    module, loader = Module(rate), DataLoader(data, BATCH_SIZE, shuffle=True)
+
+    def again() -> None:
+        trainer.fit_loop.max_epochs = 2 * EPOCHS
+        trainer.fit(module, loader)
+
+    trainer.fit(module, loader)
+    return again
 
 
-# Trains: a name, data, a learning rate, and the net to begin with.
-Train = Callable[[str, Dataset[Any], float, Net | None], Net]
+# Trains: a name, data, a learning rate, and the net to begin with; or the last net and Trainer.
+Train = Callable[[str, Dataset[Any] | None, float, Net | None], Net]
 
 
 def folds(train: Train, done: dict[str, Any]) -> None:
@@ -166,6 +178,12 @@ def finetuning(train: Train, done: dict[str, Any]) -> None:
         net = train(f"finetuning {seed}", Subset(Samples(seed), range(32)), 0.01, net)
 
 
+def two_fits(train: Train, done: dict[str, Any]) -> None:
+    """One Trainer that trains, and trains on."""
+    train("first", Samples(0), 0.05, None)
+    train("second", None, 0.05, None)
+
+
 PROGRAMS = {
     each.__name__: each
     for each in (
@@ -175,6 +193,7 @@ PROGRAMS = {
         drawn_rates,
         left_repetitions,
         finetuning,
+        two_fits,
     )
 }
 
@@ -190,12 +209,19 @@ def main() -> None:
     done = json.loads(results.read_text()) if results.exists() else {}
     train_with = with_trainer if arguments.framework == "trainer" else with_lightning
     numbers = iter(range(1, 99))
+    last: tuple[Net, Again] | None = None
 
-    def train(name: str, data: Dataset[Any], rate: float, net: Net | None) -> Net:
+    def train(name: str, data: Dataset[Any] | None, rate: float, net: Net | None) -> Net:
+        nonlocal last
         Reads.training, Reads.count = next(numbers), 0
         torch.manual_seed(len(name))
-        net = net or Net()
-        train_with(net, data, rate, arguments.out / "work")
+        if data is not None:
+            net = net or Net()
+            last = net, train_with(net, data, rate, arguments.out / "work")
+        else:
+            assert last is not None
+            net, again = last
+            again()
         weights = {key: value.tolist() for key, value in net.state_dict().items()}
         done[name] = {"weights": weights}
         results.write_text(json.dumps(done))

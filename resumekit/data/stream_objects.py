@@ -21,12 +21,14 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from resumekit.capture import Holder, UserState, content_digest
+from resumekit.log import logger
 from resumekit.state import Fidelity
 
 # Makes the user state of some objects, without what other components of the run save.
 MakeUserState: TypeAlias = Callable[[Mapping[str, Holder]], UserState]
 
 
+_NUM_NAMED = 3
 _MAX_MARKED = 32  # objects that are looked at before and after every batch
 _MAX_DIGESTED_BYTES = 8 * 2**20  # of what the stream has read before its first sample
 _PLAIN = (bool, int, float, str, type(None))
@@ -100,6 +102,12 @@ class LoaderContent(ObjectsAtStart):
         self.is_as_saved = True
 
     def begin(self, saved: Mapping[str, Any] | None) -> None:
+        if saved is not None:
+            built = self._state.digests()
+            then = saved.get("digests", {}).items()
+            if others := [path for path, digest in then if str(built.get(path)) != digest]:
+                names = ", ".join(others[:_NUM_NAMED])
+                logger.info("restored what the loader of this epoch was built from: %s", names)
         super().begin(saved)
         # Those of values that are too large to be saved as well.
         now = {path: str(digest) for path, digest in self._first.items()}
