@@ -27,8 +27,9 @@ HERE = Path(__file__).parent
 TRAINING = HERE / "golden_training.py"
 STEP = "step-00000008"
 NAMES = ("torch", "sharded", "accelerate", "transformers", "lightning", "deepspeed")
-# Checkpoints of former formats, with the training that wrote each: indices of version 1.
-FORMER = {"sharded-1": "sharded", "deepspeed-1": "deepspeed-1"}
+# Checkpoints of former formats, with the training that wrote each: indices of version 1, and one
+# without the random state of the epoch's start.
+FORMER = {"sharded-1": "sharded", "sharded-2": "sharded", "deepspeed-1": "deepspeed-1"}
 NUM_RANKS = {"sharded": 2}
 
 # Fields of a manifest that differ between two runs of one program, and prose.

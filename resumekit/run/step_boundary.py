@@ -257,7 +257,8 @@ class StepBoundary:
             self._run.restore_again()
             self._run.position.witness_epoch()
             self._run.restore_random()
-        self._run.rng.begin_epoch(continues=continues)
+        if not self._run.is_driven:  # the code before the first batch is the user's
+            self._run.rng.begin_epoch(continues=continues)
         if self._steps_taken is not None:
             self._steps_taken.watch(self._run.components)
 

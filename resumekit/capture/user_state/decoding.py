@@ -34,7 +34,7 @@ from resumekit.capture.user_state.value_types import (
     kind_of_class,
     parts_of_call,
 )
-from resumekit.capture.user_state.walk import Walk
+from resumekit.capture.user_state.walk import Walk, address_of
 from resumekit.errors import StateMismatchError
 from resumekit.serialization import fill
 
@@ -78,9 +78,8 @@ class Decoder:
         self._device = device
         self._classes = LiveClasses((*walk.objects.values(), *walk.foreign.modules))
         self._made: dict[int, Any] = {}
-        self._uses = Counter(
-            id(each.value) for each in walk.seen.values() if isinstance(each.value, torch.Tensor)
-        )
+        tensors = (e.value for e in walk.seen.values() if isinstance(e.value, torch.Tensor))
+        self._uses = Counter(map(address_of, tensors))
         self._actions: list[Callable[[], Any]] = []
         self._assigned: list[tuple[Slot, Any]] = []
         self._taken: dict[int, Any] = {}  # live objects that a node fills, by id
@@ -339,11 +338,9 @@ class Decoder:
 
     def _tensor(self, node: Sequence[Any], live: Any, path: str) -> Any:
         saved, was_on_device, requires_grad = self._data[node[1]], node[2], node[3]
-        # Where two attributes share a tensor, a write into it would change both.
-        is_own = isinstance(live, nn.Parameter) or self._uses[id(live)] < 2
         if (
-            is_own
-            and isinstance(live, torch.Tensor)
+            isinstance(live, torch.Tensor)
+            and self._is_alone(live)
             and live.grad_fn is None
             and fits(live, saved)
             and self._take(live)
@@ -359,6 +356,12 @@ class Decoder:
         if node[0] == "parameter":
             return nn.Parameter(made, requires_grad and made.is_floating_point())
         return made.requires_grad_() if requires_grad and made.is_floating_point() else made
+
+    def _is_alone(self, live: torch.Tensor) -> bool:
+        """Whether a write into a live tensor changes no other value that shares its memory."""
+        if live in self._walk.foreign:
+            return False
+        return isinstance(live, nn.Parameter) or self._uses[address_of(live)] < 2
 
     def _buffer(self, node: Sequence[Any], live: Any, path: str) -> Any:
         typecode, content = node[1], self._data[node[2]]

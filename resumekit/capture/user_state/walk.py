@@ -541,13 +541,13 @@ class Foreign:
 
     def _addresses(self) -> Iterator[int]:
         """Of the memory of their tensors."""
-        yield from map(_address, self._tensors)
+        yield from map(address_of, self._tensors)
         for module in self._outside:
             for what in ("parameters", "buffers"):
                 tensors = registered(module, what).values()
-                yield from (_address(each) for each in tensors if each is not None)
+                yield from (address_of(each) for each in tensors if each is not None)
         for module in self._inside:
-            yield from map(_address, tensors_in_state_dict(module))
+            yield from map(address_of, tensors_in_state_dict(module))
 
     def __contains__(self, value: Any) -> bool:
         """Whether a value is one of them, or a tensor that begins in the memory of one."""
@@ -555,7 +555,7 @@ class Foreign:
             return id(value) in self._ids
         if self._memory is None:
             self._memory = set(self._addresses())
-        return bool(self._memory) and _address(value) in self._memory
+        return bool(self._memory) and address_of(value) in self._memory
 
 
 def trained_parameters(objects: Iterable[Any]) -> Iterator[Tensor]:
@@ -565,7 +565,7 @@ def trained_parameters(objects: Iterable[Any]) -> Iterator[Tensor]:
             yield from group["params"]
 
 
-def _address(tensor: Tensor) -> int:
+def address_of(tensor: Tensor) -> int:
     """Where its storage begins; of a tensor without memory of its own, which object it is."""
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     address = tensor.untyped_storage().data_ptr() if is_plain else 0

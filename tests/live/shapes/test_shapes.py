@@ -158,6 +158,7 @@ EXACT |= {
         data_frame
         bytes_in_memory
         average_in_a_wrapper
+        former_weights
         fitted_estimator
         ---
         series
