@@ -7,12 +7,11 @@ from typing import Any
 
 import lightning
 import torch
-from reviewed_frameworks import LightningRecording, layers
+from reviewed_frameworks import fit, layers
 from tiny_training import BATCH_SIZE, BATCHES, EPOCHS, Recorder, loss_of, make, step
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default_collate
 from torchdata import nodes
 
-from resumekit.adapters.lightning import ResumeCallback
 from resumekit.adapters.torch import Checkpointer
 from resumekit.data.stateful import StatefulSource
 
@@ -61,9 +60,6 @@ class ByHand(lightning.LightningModule):
         optimizer.step()
         return {"loss": loss.detach()}
 
-    def train_dataloader(self) -> Any:
-        return DataLoader(OnPolicy(self.net), batch_size=BATCH_SIZE)
-
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
@@ -71,14 +67,6 @@ class ByHand(lightning.LightningModule):
 def on_policy(directory: str, *, record: Recorder, **options: Any) -> None:
     """A resume inside an epoch draws its samples again, from a model that is further on."""
     lightning.seed_everything(0, verbose=False)
-    trainer = lightning.Trainer(
-        max_epochs=EPOCHS,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=f"{directory}-output",
-        callbacks=[LightningRecording(record), ResumeCallback(directory, **options)],
-    )
-    trainer.fit(ByHand())
+    module = ByHand()
+    loader = DataLoader(OnPolicy(module.net), batch_size=BATCH_SIZE)
+    fit(module, directory, record, loader=loader, **options)

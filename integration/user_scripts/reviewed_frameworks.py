@@ -385,8 +385,10 @@ class WithClosure(WithHelper):
         return loss * self.weigh(loss.item())
 
 
-def fit(module: Any, directory: str, record: Recorder, **options: Any) -> None:
-    """Three epochs."""
+def fit(
+    module: Any, directory: str, record: Recorder, *, loader: Any = None, **options: Any
+) -> None:
+    """Three epochs; of the loader that all programs have, if no other is given."""
     trainer = lightning.Trainer(
         max_epochs=EPOCHS,
         accelerator="cpu",
@@ -397,7 +399,7 @@ def fit(module: Any, directory: str, record: Recorder, **options: Any) -> None:
         default_root_dir=f"{directory}-output",
         callbacks=[LightningRecording(record), LightningResume(directory, **options)],
     )
-    trainer.fit(module, make().loader)
+    trainer.fit(module, make().loader if loader is None else loader)
 
 
 def module_with_a_helper(directory: str, *, record: Recorder, **options: Any) -> None:
