@@ -67,6 +67,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Any:
 CASES = [
     pytest.param(*case, id="-".join(case), marks=() if case in SAMPLE else (pytest.mark.full,))
     for case in ((p, f, k) for p in PROGRAMS for f in FRAMEWORKS for k in KILLED)
+    if case[:2] != ("two_fits", "lightning")  # refused, see below
 ]
 
 
@@ -101,3 +102,13 @@ def test_an_interrupted_run_that_no_training_fits_is_named(tmp_path: Path) -> No
     output = run(directory, "2:57", "--max-restarts", "0", expected=2)
     assert "none of the interrupted runs: 2 (rate: was 0.05, now 0.01)" in " ".join(output.split())
     assert "Traceback" not in output
+
+
+@pytest.mark.full
+def test_a_second_fit_of_one_trainer_of_lightning_is_refused(tmp_path: Path) -> None:
+    """It would be the same run with another horizon; nothing is trained with another state."""
+    directory = tmp_path / "two_fits-lightning"
+    directory.mkdir()
+    output = " ".join(run(directory, "", "--max-restarts", "0", expected=1).split())
+    assert "horizon: epochs=6, expected epochs=3" in output
+    assert list(results(directory)) == ["first"]
