@@ -352,7 +352,6 @@ _REASONS = {
     ),
     "integration/user_scripts/test_sharded_moments.py follows it": (
         'pass per_rank={"{}"}',
-        "Synchronise it, or {}",
     ),
     "not followed yet: it needs ranks with shards, stages or groups": (
         "declare the component per_rank",

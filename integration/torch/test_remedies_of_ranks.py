@@ -33,7 +33,7 @@ def launch(kit: Kit, where: Path, *, world_size: int = 2, **arguments: Any) -> s
             ("option", "Give every rank the same arguments"),
             ("directory", "Choose a run directory that all ranks see"),
             ("step", "Call step() once for each optimizer step, on every rank"),
-            ("replicas", "Synchronise it, or declare the component per_rank"),
+            ("replicas", "Synchronise it, or {}"),
             ("group", "Give every rank the group of the ranks that take different data"),
             ("no group", "Call init_process_group before the Checkpointer is made"),
         )
