@@ -350,9 +350,7 @@ _REASONS = {
         "Save more often (--save-every), or kill it later",
         "Save more often (--save-every), or train longer",
     ),
-    "integration/user_scripts/test_sharded_moments.py follows it": (
-        'pass per_rank={"{}"}',
-    ),
+    "integration/user_scripts/test_sharded_moments.py follows it": ('pass per_rank={"{}"}',),
     "not followed yet: it needs ranks with shards, stages or groups": (
         "declare the component per_rank",
         "Leave it out: each rank or group saves its part",

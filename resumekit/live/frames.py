@@ -7,6 +7,7 @@ variables of these are read and set here. Nothing keeps a frame longer than a fe
 from __future__ import annotations
 
 import ctypes
+import dis
 import hashlib
 import inspect
 import os
@@ -149,10 +150,20 @@ class LiveFrame:
 @lru_cache(maxsize=NUM_CACHED)
 def _first_of_expression(code: CodeType, lasti: int) -> int:
     if sys.version_info < (3, 11):
-        return lasti
+        return _first_of_line(code, lasti)
     positions = [*code.co_positions()]  # of each code unit of two bytes
     position = positions[lasti // 2]
     return lasti if None in position else 2 * positions.index(position)
+
+
+def _first_of_line(code: CodeType, lasti: int) -> int:
+    """The same for Python 3.10, which knows no columns: lines that begin with the same code."""
+    starts = [*dis.findlinestarts(code)]
+    begin, line = [each for each in starts if each[0] <= lasti][-1]
+    instructions = code.co_code[begin : lasti + 2]
+    same = (start for start, of in starts if of == line)
+    first = next(each for each in same if code.co_code.startswith(instructions, each))
+    return first + lasti - begin
 
 
 def _find_reason(code: CodeType, lasti: int) -> str | None:
