@@ -1,4 +1,4 @@
-"""Submodules that training adds, removes or replaces are reported by their paths."""
+"""Parts of modules that training adds, removes or replaces are reported by their paths."""
 
 from __future__ import annotations
 
@@ -33,9 +33,18 @@ class Criterion:
 
 
 CHANGES: dict[str, tuple[Callable[[Growing], object], str]] = {
-    "added": (lambda net: net.layers.append(nn.Linear(2, 2)), "layers.2"),
-    "removed": (lambda net: net.layers.pop(0), "layers.0"),
-    "replaced": (lambda net: net.layers.__setitem__(0, nn.Bilinear(2, 2, 2)), "layers.0"),
+    "added this module": (lambda net: net.layers.append(nn.Linear(2, 2)), "layers.2"),
+    "removed this module": (lambda net: net.layers.pop(0), "layers.0"),
+    "replaced this module": (
+        lambda net: net.layers.__setitem__(0, nn.Bilinear(2, 2, 2)),
+        "layers.0",
+    ),
+    "added this parameter": (
+        lambda net: net.register_parameter("scale", nn.Parameter(torch.ones(2))),
+        "scale",
+    ),
+    "removed this parameter": (lambda net: delattr(net.layers[0], "bias"), "layers.0.bias"),
+    "added this buffer": (lambda net: net.register_buffer("mean", torch.zeros(2)), "mean"),
 }
 
 
@@ -45,7 +54,7 @@ def lost(state: UserState) -> dict[str, str]:
 
 @pytest.mark.parametrize("is_component", [False, True])
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_changed_submodule_is_reported(what: str, is_component: bool) -> None:
+def test_a_changed_part_of_a_module_is_reported(what: str, is_component: bool) -> None:
     criterion = Criterion(Growing())
     given = Holder(criterion.net, is_component=True) if is_component else Holder(criterion)
     prefix = "it." if is_component else "it.net."
@@ -57,7 +66,7 @@ def test_a_changed_submodule_is_reported(what: str, is_component: bool) -> None:
     change(criterion.net)
     reasons = lost(state)
     assert set(reasons) == {prefix + path}
-    assert f"training {what} this module" in reasons[prefix + path]
+    assert f"training {what};" in reasons[prefix + path]
 
     state.configure(transient={path}, limit_bytes=10**6)
     assert not lost(state)
@@ -78,6 +87,21 @@ def test_a_lazy_module_that_gets_its_class_is_not_reported() -> None:
     net.lazy(torch.zeros(1, 3))
     assert type(net.lazy) is nn.Linear
     assert not lost(state)
+
+
+def test_a_buffer_outside_of_the_state_dict_is_added_again(stored: Any) -> None:
+    def made() -> tuple[Growing, UserState]:
+        net = Growing()
+        return net, UserState({"it": Holder(net, is_component=True)}, key="attributes")
+
+    net, saved = made()
+    net.register_buffer("mask", torch.tensor([1.0, 0.0]), persistent=False)
+    assert not lost(saved)
+    again, live = made()
+    live.load_state_dict(stored(saved.state_dict()))
+    live.restore_now()
+    assert again.get_buffer("mask").tolist() == [1.0, 0.0]
+    assert "mask" not in again.state_dict()
 
 
 class Sums(nn.Module):

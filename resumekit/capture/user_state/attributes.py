@@ -153,13 +153,21 @@ def registered(module: nn.Module, what: str) -> Any:
     return getattr(module, f"_{what}")
 
 
+_KINDS_OF_TENSORS = ("parameter", "buffer")
+
+
 def tensors_in_state_dict(module: nn.Module) -> Iterator[Any]:
     """The parameters and persistent buffers of a module itself."""
+    yield from (each for _, _, each in _in_state_dict(module))
+
+
+def _in_state_dict(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """Kind, name and value of each of them."""
     loose = registered(module, "non_persistent_buffers_set")
-    yield from (each for each in registered(module, "parameters").values() if each is not None)
-    for name, buffer in registered(module, "buffers").items():
-        if buffer is not None and name not in loose:
-            yield buffer
+    for kind in _KINDS_OF_TENSORS:
+        for name, each in registered(module, f"{kind}s").items():
+            if each is not None and name not in loose:
+                yield kind, name, each
 
 
 def _read_attribute(owner: Any, name: str) -> Any:
@@ -220,6 +228,12 @@ def _write_modules(parent: nn.ModuleList, _: str, modules: Mapping[str, nn.Modul
         children[name] = children.pop(name)
 
 
+def _write_buffer(module: nn.Module, name: str, value: Tensor) -> None:
+    if name not in registered(module, "buffers"):  # training has added it
+        module.register_buffer(name, None, persistent=False)
+    registered(module, "buffers")[name] = value
+
+
 def _cell(function: Any, name: str) -> CellType:
     cell: CellType = function.__closure__[function.__code__.co_freevars.index(name)]
     return cell
@@ -269,9 +283,7 @@ _WRITE: dict[Role, Callable[[Any, str, Any], Any]] = {
     Role.PARAMETER: lambda owner, name, value: operator.setitem(
         registered(owner, "parameters"), name, value
     ),
-    Role.BUFFER: lambda owner, name, value: operator.setitem(
-        registered(owner, "buffers"), name, value
-    ),
+    Role.BUFFER: _write_buffer,
     Role.EXTRA_STATE: lambda owner, _, value: owner.set_extra_state(value),
     Role.MODULES: _write_modules,
     Role.STATE: lambda owner, _, value: None,  # such an object has loaded its state
@@ -468,15 +480,16 @@ def without_wrappers(value: Any) -> Any:
     return unwrapped(value) if is_wrapper else value
 
 
-# ---------------------------------------------------------------- changed submodules
+# ---------------------------------------------------------------- changed parts of modules
 
-Classes = Mapping[str, Mapping[str, str]]  # of the direct submodules, by name, by path
+Parts = Mapping[str, Mapping[str, str]]  # what each part is, by its name, by the module's path
 
 
-def submodules_of(objects: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """The class of each direct submodule, by name, for each module among some objects, by path.
+def parts_of_modules(objects: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """The parts by which a checkpoint fits a module, for each module among some objects, by path.
 
-    Without those that are values of their ModuleList.
+    Of a submodule the class, of what is in the ``state_dict`` of the module itself its kind.
+    Submodules that are values of their ModuleList are left out.
     """
     found: dict[str, dict[str, str]] = {}
     for path, module in objects.items():
@@ -484,26 +497,29 @@ def submodules_of(objects: Mapping[str, Any]) -> dict[str, dict[str, str]]:
             values = _read_modules(module, "") if isinstance(module, nn.ModuleList) else {}
             names = ((name, each) for name, each in submodules(module) if name not in values)
             found[path] = {name: class_name(each) for name, each in names}
+            found[path].update((name, kind) for kind, name, _ in _in_state_dict(module))
     return found
 
 
-def submodule_lines(former: Classes, objects: Mapping[str, Any]) -> Iterator[CaptureLine]:
-    """A line for each submodule that differs, by its path.
+def lines_of_changed_parts(former: Parts, objects: Mapping[str, Any]) -> Iterator[CaptureLine]:
+    """A line for each part of a module that differs, by its path.
 
     Args:
-        former: ``submodules_of`` when training began.
+        former: ``parts_of_modules`` when training began.
         objects: the objects as they are, by path.
     """
-    now = submodules_of(objects)
+    now = parts_of_modules(objects)
     for path in former.keys() & now.keys():
         for name in sorted(former[path].keys() | now[path].keys()):
             before, after = former[path].get(name), now[path].get(name)
             if before == after or _is_lazy(before):
                 continue
             what = "added" if before is None else "removed" if after is None else "replaced"
+            kind = after or before
+            kind = kind if kind in _KINDS_OF_TENSORS else "module"
             key = f"{path}.{name}"
             remedy = f'do that before the first batch, or pass transient={{"{key}"}}'
-            yield CaptureLine(key, Fidelity.LOST, f"training {what} this module; {remedy}")
+            yield CaptureLine(key, Fidelity.LOST, f"training {what} this {kind}; {remedy}")
 
 
 def _is_lazy(name: str | None) -> bool:

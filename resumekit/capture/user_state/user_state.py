@@ -19,10 +19,9 @@ from resumekit.capture.user_state.attributes import (
     Holder,
     Role,
     Slot,
+    lines_of_changed_parts,
     may_appear,
-    registered,
-    submodule_lines,
-    submodules_of,
+    parts_of_modules,
 )
 from resumekit.capture.user_state.decoding import Decoder, device_of
 from resumekit.capture.user_state.digests import TOO_MANY, UncapturedError
@@ -120,7 +119,7 @@ class UserState(ComponentState):
         self._paths: dict[int, tuple[str, ReferenceType[Any]]] = {}  # of what the script made
         self._too_large: dict[str, int] = {}  # ids of values of too many objects, by path
         self._began = False
-        self._submodules: dict[str, dict[str, str]] = {}  # as they were just before the first batch
+        self._parts: dict[str, dict[str, str]] = {}  # of modules, before the first batch
         self.objects: Mapping[str, Any] = {}  # that the last walk entered, by path
         self.code: Collection[Any] = ()  # functions and classes that it met and did not enter
         self._take_baseline()
@@ -313,7 +312,7 @@ class UserState(ComponentState):
         ]
         if changes.found.is_cut:
             lines.append(CaptureLine(self.key, Fidelity.UNKNOWN, TOO_MANY))
-        lines += submodule_lines(self._submodules, changes.found.objects)
+        lines += lines_of_changed_parts(self._parts, changes.found.objects)
         return tuple(each for each in lines if not self._scope.is_transient(each.key))
 
     def _is_reported(self, owner: Any) -> bool:
@@ -416,7 +415,7 @@ class UserState(ComponentState):
         waiting = map(self._rest, self._waiting) if self._grows else ()
         self._waiting = [each for each in waiting if each["slots"]]
         self._unsaved_from_start |= found.unsaved()
-        self._submodules = {**submodules_of(found.objects), **self._submodules}
+        self._parts = {**parts_of_modules(found.objects), **self._parts}
         appended = found.listed - self._known.keys()  # not each launch does it here
         kinds = found.kinds().items()
         made = {path: kind for path, kind in kinds if not appended or not is_below(path, appended)}
@@ -474,9 +473,9 @@ class UserState(ComponentState):
         if slot.role is Role.GLOBAL:
             is_name = name in found.names[owner_path] and name not in owner
             return slot if is_name and not hasattr(builtins, name) else None
-        if slot.role is Role.BUFFER and isinstance(owner, nn.Module):
-            return slot if name in registered(owner, "buffers") else None
-        return slot if slot.role is Role.ATTRIBUTE and may_appear(owner, name) else None
+        is_buffer = slot.role is Role.BUFFER and isinstance(owner, nn.Module)
+        may_be_new = is_buffer or slot.role is Role.ATTRIBUTE
+        return slot if may_be_new and may_appear(owner, name) else None
 
     # ---------------------------------------------------------------- helpers
 
