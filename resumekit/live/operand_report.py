@@ -59,8 +59,9 @@ def _is_epochs(operand: Operand, variables: dict[str, Any], owner: Any) -> bool:
 
 
 def _is_of(value: Any, owner: Any) -> bool:
-    """Whether it is an iterator of the Checkpointer's loops."""
-    return getattr(type(value), "__module__", "") == "resumekit.run.loops" and owner is not None
+    """Whether it is an iterator of the Checkpointer's loops, or a bar of tqdm over one."""
+    inner = getattr(value, "__dict__", {}).get("iterable", value)
+    return getattr(type(inner), "__module__", "") == "resumekit.run.loops" and owner is not None
 
 
 def _is_around_run(

@@ -64,6 +64,19 @@ def bar_over_the_epochs(directory, *, record, **options):
             record(loss, model)
 
 
+def named_bar_over_the_epochs(directory, *, record, **options):
+    """The same with a name, as a bar has that shows the loss of the epoch."""
+    model, optimizer, loader = make()
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    with tqdm(ckpt.epochs(EPOCHS)) as bar:
+        for _ in bar:
+            for batch in ckpt.batches(loader):
+                loss = loss_of(model, batch)
+                step(ckpt, optimizer, loss)
+                record(loss, model)
+            bar.set_description(f"loss {loss.item():.3f}")
+
+
 def seconds_of_each_step(directory, *, record, **options):
     """The time of each step and of all is measured and printed."""
     model, optimizer, loader = make()

@@ -242,6 +242,7 @@ WITHOUT_STATE = (
     "attribute_of_the_model",
     "running_loss",
     "bar_over_the_epochs",
+    "named_bar_over_the_epochs",
     "evaluation_every_few_steps",
     "losses_of_each_epoch",
     "meters",
