@@ -229,7 +229,12 @@ class LoopVariables(UserState):
         return BoundLoops.among(found, _variables(frames) if frames else self._variables)
 
     def _rebound(self, found: Walk) -> Iterator[CaptureLine]:
-        """A line for each variable that training has rebound to another loop."""
+        """A line for each variable that training has rebound to another loop.
+
+        Not while a loader beside the loop is asked, perhaps by a function of the loop's body.
+        """
+        if tuple(map(Site.from_plain, self._sites)) not in self._entered:
+            return iter(())
         lines = self._rebound_loops.lines(self._bound_loops((), found))
         return (each for each in lines if not self._scope.is_transient(each.key))
 

@@ -243,6 +243,7 @@ WITHOUT_STATE = (
     "running_loss",
     "bar_over_the_epochs",
     "named_bar_over_the_epochs",
+    "function_that_fetches_a_batch",
     "evaluation_every_few_steps",
     "losses_of_each_epoch",
     "meters",
