@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import functools
 import operator
 from array import array
@@ -32,6 +33,7 @@ from resumekit.capture.user_state.value_types import (
     is_namedtuple,
     kind_of,
     kind_of_class,
+    memory_of,
     parts_of_call,
 )
 from resumekit.capture.user_state.walk import Walk, address_of
@@ -46,6 +48,7 @@ _REPLACEABLE_BY: dict[Kind, tuple[str, ...]] = {
     Kind.STATEFUL: ("stateful",),
     Kind.MODULE: ("object", "new", "copy"),
     Kind.CALL: ("call",),
+    Kind.SHARED: ("shared",),
     Kind.FUNCTION: ("live",),
     Kind.CLASS: ("live",),
 }
@@ -168,6 +171,7 @@ class Decoder:
             "parameter": self._tensor,
             "array": self._array,
             "buffer": self._buffer,
+            "shared": self._shared,
             "objects": self._objects,
             "code": self._code,
             "reduced": self._reduced,
@@ -371,6 +375,15 @@ class Decoder:
         if not self._take(live):
             return made
         self._actions.append(lambda: operator.setitem(live, slice(None), made))
+        return live
+
+    def _shared(self, node: Sequence[Any], live: Any, path: str) -> Any:
+        name, content = node[1], self._data[node[2]]
+        is_right = kind_of(live) is Kind.SHARED and _is(live, name)
+        if not is_right or len(bytes(memory_of(live))) != len(content):
+            raise self._mismatch(path, describe(live), f"the {name} whose content was saved")
+        address = ctypes.addressof(memory_of(live))
+        self._actions.append(lambda: ctypes.memmove(address, content, len(content)))
         return live
 
     def _objects(self, node: Sequence[Any], live: Any, path: str) -> Any:

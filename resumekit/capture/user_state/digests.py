@@ -26,6 +26,7 @@ from resumekit.capture.user_state.value_types import (
     class_of,
     is_namedtuple,
     kind_of,
+    memory_of,
     parts_of_call,
 )
 from resumekit.errors import UnsupportedValueError
@@ -154,7 +155,7 @@ class Content:
             if not self._is_met(hasher, value):
                 hasher.update(str(self._path_of(value, path)).encode())
             return
-        if kind in (Kind.LEAF, Kind.OPAQUE, Kind.CONSTANT, Kind.BUFFER):
+        if kind in (Kind.LEAF, Kind.OPAQUE, Kind.CONSTANT, Kind.BUFFER, Kind.SHARED):
             hasher.update(_identity(kind, value))
         elif kind is Kind.CALL:
             hasher.update(str(cache_size(value)).encode())
@@ -452,8 +453,8 @@ def _code_digest(value: Any) -> str:
 def _identity(kind: Kind, value: Any) -> bytes:
     if kind is Kind.CONSTANT:
         return repr(value).encode()
-    if kind is Kind.BUFFER:
-        return bytes(value)
+    if kind in (Kind.BUFFER, Kind.SHARED):
+        return bytes(memory_of(value))
     return b"leaf" if kind is Kind.LEAF else str(id(value)).encode()
 
 

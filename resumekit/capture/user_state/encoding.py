@@ -39,6 +39,7 @@ from resumekit.capture.user_state.value_types import (
     is_namedtuple,
     is_secret,
     kind_of,
+    memory_of,
     parts_of_call,
 )
 from resumekit.capture.user_state.walk import Seen, Walk
@@ -64,7 +65,7 @@ _NUM_FIELDS = {
     **dict.fromkeys(("live",), 1),
     **dict.fromkeys(("array", "data", "dtype", "device", "size"), 2),
     **dict.fromkeys((*NODE_SEQUENCES, "enum", "generator", "stateful", "object"), 3),
-    **dict.fromkeys(("call", "constant", "buffer", "objects"), 3),
+    **dict.fromkeys(("call", "constant", "buffer", "shared", "objects"), 3),
     **dict.fromkeys(("namedtuple", "tensor", "parameter", "new", "copy", *NODE_MAPPINGS), 4),
     **{"code": 2, "reduced": 4},
 }
@@ -73,7 +74,7 @@ _NUM_FIELDS = {
 _DATA: dict[str, tuple[int, Any]] = {
     **dict.fromkeys(("tensor", "parameter"), (1, torch.Tensor)),
     "array": (1, np.ndarray),
-    "buffer": (2, bytes),
+    **dict.fromkeys(("buffer", "shared"), (2, bytes)),
     "data": (1, object),
     **dict.fromkeys(("generator", "stateful"), (2, object)),
 }
@@ -212,7 +213,7 @@ class Encoder:
     def _node(self, kind: Kind, value: Any) -> list[Any]:
         if kind is Kind.CONTAINER:
             return self._container(value)
-        if kind in (Kind.SCALAR, Kind.CONSTANT, Kind.BUFFER):
+        if kind in (Kind.SCALAR, Kind.CONSTANT, Kind.BUFFER, Kind.SHARED):
             return self._constant(kind, value)
         if kind in (Kind.OBJECT, Kind.MODULE, Kind.FUNCTION, Kind.CLASS):
             return self._object(kind, value)
@@ -279,6 +280,8 @@ class Encoder:
             return ["constant", type(value).__name__, self._items(arguments)]
         if kind is Kind.BUFFER:
             return ["buffer", getattr(value, "typecode", ""), self._next_to(bytes(value))]
+        if kind is Kind.SHARED and self._is_known:
+            return ["shared", class_name(value), self._next_to(bytes(memory_of(value)))]
         if isinstance(value, Enum):
             return ["enum", class_name(value), value.name]
         if type(value) in SCALARS or _is_number(value):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dis
 import functools
 import inspect
@@ -57,6 +58,7 @@ class Kind(Enum):
     ITERATOR = "its position is state that nothing can read"
     CONSTANT = "an immutable object, made again from its class and arguments"
     BUFFER = "a sequence of bytes or numbers"
+    SHARED = "numbers in the memory of C, which processes may share"
     REDUCED = "an object with state that no attribute shows: read as copy and pickle read it"
     OPAQUE = "an object without visible content"
 
@@ -120,7 +122,7 @@ _LEAF_BASES = word_set(
     """
     accelerate.accelerator.Accelerator datasets.arrow_dataset.Dataset
     datasets.iterable_dataset.IterableDataset deepspeed.runtime.engine.DeepSpeedEngine
-    logging.Filterer multiprocessing.process.BaseProcess threading.Thread tqdm.std.tqdm
+    logging.Filterer tqdm.std.tqdm
     transformers.configuration_utils.PreTrainedConfig
     transformers.configuration_utils.PretrainedConfig
     transformers.tokenization_utils_base.PreTrainedTokenizerBase
@@ -128,8 +130,21 @@ _LEAF_BASES = word_set(
     """
 )
 
-# torch 2.13 utils/data/dataloader.py: what iter(loader) gives.
-_ITERATOR_BASES = frozenset({"torch.utils.data.dataloader._BaseDataLoaderIter"})
+# torch 2.13 utils/data/dataloader.py: what iter(loader) gives. Queues, pipes and proxies: no
+# checkpoint has what other threads and processes put there, and they start again in a launch.
+_ITERATOR_BASES = word_set(
+    """
+    torch.utils.data.dataloader._BaseDataLoaderIter
+    _queue.SimpleQueue multiprocessing.connection._ConnectionBase multiprocessing.managers.BaseProxy
+    multiprocessing.queues.Queue multiprocessing.queues.SimpleQueue queue.Queue
+    """
+)
+# Those of user code run it beside the training, as one that reads batches ahead.
+_RUNNERS = word_set("multiprocessing.process.BaseProcess threading.Thread")
+
+# Numbers in the memory of C, which processes may share.
+_SHARED = "multiprocessing.sharedctypes.SynchronizedBase"
+_NUMBERS_OF_C = frozenset("bBhHiIlLqQfd?")
 
 # torch 2.13: made lazily; flags next to them say so.
 _HANDLE_BASES = word_set(
@@ -143,6 +158,7 @@ _NO_STATE = (
     *(types.MethodWrapperType, types.WrapperDescriptorType, types.CodeType),
     *(types.MethodDescriptorType, types.ClassMethodDescriptorType, types.GetSetDescriptorType),
 )
+_SIMPLE_OF_C: Any = ctypes.c_int.__mro__[1]  # of all numbers, and of strings and pointers
 _POINTER_BYTES = struct.calcsize("P")
 CACHED_FUNCTION = type(functools.cache(lambda: None))
 CODE = frozenset({Kind.FUNCTION, Kind.CLASS, Kind.CALL})
@@ -227,13 +243,27 @@ def kind_of_class(kind: Any) -> Kind:
         return known
     if is_namedtuple(kind):
         return Kind.CONTAINER
-    if names & _ITERATOR_BASES:
+    if _SHARED in names or _is_of_c(kind):
+        return Kind.SHARED
+    if names & _ITERATOR_BASES or (names & _RUNNERS and not _is_library_module(kind.__module__)):
         return Kind.ITERATOR
     if names & _HANDLE_BASES:
         return Kind.OPAQUE
     if issubclass(kind, _NO_STATE) or _is_leaf(str(kind.__module__)):
         return Kind.LEAF
     return _kind_of_object(kind)
+
+
+def _is_of_c(kind: Any) -> bool:
+    """Whether a class is a number of ctypes, or an array of such."""
+    of_items = getattr(kind, "_type_", None) if issubclass(kind, ctypes.Array) else kind
+    is_number = isinstance(of_items, type) and issubclass(of_items, _SIMPLE_OF_C)
+    return is_number and getattr(of_items, "_type_", "") in _NUMBERS_OF_C
+
+
+def memory_of(value: Any) -> Any:
+    """The object of ctypes in which a ``Kind.SHARED`` keeps its numbers."""
+    return value.get_obj() if hasattr(value, "get_obj") else value
 
 
 def _is_leaf(module: str) -> bool:

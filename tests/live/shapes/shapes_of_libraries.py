@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
+import queue
+import threading
+from itertools import count
 
 import numpy as np
 import pandas
@@ -53,6 +57,61 @@ data_frame = changed(
     lambda v: v.table.loc["loss", "total"] / v.table.loc["loss", "count"],
 )
 series = changed(lambda: pandas.Series([0.5]), add_to_series, lambda v: 0.3 + v[0] % 1)
+
+
+def add_to_shared(value, loss):
+    with value.get_lock():
+        value.value += loss
+
+
+def add_to_numbers(value, loss):
+    value[1] = 0.5 * value[1] + loss
+
+
+shared_number = changed(
+    lambda: multiprocessing.Value("d", 0.5), add_to_shared, lambda v: 0.3 + v.value % 1
+)
+shared_numbers = changed(
+    lambda: multiprocessing.Array("d", 2), add_to_numbers, lambda v: 0.3 + v[1] % 1
+)
+numbers_of_c = changed(
+    lambda: multiprocessing.RawArray("d", 2), add_to_numbers, lambda v: 0.3 + v[1] % 1
+)
+
+
+class Reader(threading.Thread):
+    """Reads factors ahead of the training, in a thread of its own."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.factors = queue.Queue(maxsize=2)
+        self.start()
+
+    def run(self):
+        """Until the program ends."""
+        for number in count(1):
+            self.factors.put(0.3 + 1 / number)
+
+
+def fill(factors):
+    """What another thread does."""
+    for number in count(1):
+        factors.put(0.3 + 1 / number)
+
+
+def factors_of_a_thread():
+    """A queue that a thread fills."""
+    factors = queue.Queue(maxsize=2)
+    threading.Thread(target=fill, args=(factors,), daemon=True).start()
+    return factors
+
+
+def nothing(value, loss):
+    """The other thread does it."""
+
+
+queue_of_a_thread = changed(factors_of_a_thread, nothing, lambda v: v.get())
+thread_that_reads_ahead = changed(Reader, nothing, lambda v: v.factors.get())
 text_in_memory = changed(
     io.StringIO, lambda v, loss: v.write(str(loss)[:3]), lambda v: 0.3 + len(v.getvalue()) % 7 / 7
 )

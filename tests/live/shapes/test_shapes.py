@@ -160,7 +160,10 @@ EXACT |= {
         average_in_a_wrapper
         former_weights
         fitted_estimator
+        shared_number
         ---
+        shared_numbers
+        numbers_of_c
         series
         text_in_memory
         record_array
@@ -211,6 +214,11 @@ REPORTED = {
         "loop_in_a_coroutine": "coroutine",
         "count_of_zip": "index count zip",
         "list_with_an_epoch_as_operand": "sums concatenate_epochs",
+    },
+    "shapes_of_libraries": {
+        "queue_of_a_thread": "value Queue",
+        "---": "",
+        "thread_that_reads_ahead": "value Reader",
     },
     "shapes_of_epochs": {
         "loader_rebound_in_the_loop": "source",
