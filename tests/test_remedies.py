@@ -395,8 +395,6 @@ _REASONS = {
         "of the sampler",
         "draw it from a generator that is an attribute of the sampler",
         "let __iter__ return iter() of a list, which is saved",
-        'do that before the first batch, or pass transient={"{}"}',
-        'pass transient={"{}"}',
     ),
 }
 NOT_FOLLOWED = {text: reason for reason, texts in _REASONS.items() for text in texts}

@@ -517,8 +517,10 @@ def lines_of_changed_parts(former: Parts, objects: Mapping[str, Any]) -> Iterato
             what = "added" if before is None else "removed" if after is None else "replaced"
             kind = after or before
             kind = kind if kind in _KINDS_OF_TENSORS else "module"
-            key = f"{path}.{name}"
-            remedy = f'do that before the first batch, or pass transient={{"{key}"}}'
+            key, remedy = f"{path}.{name}", "do that before the first batch"
+            new = registered(objects[path], "modules").get(name)
+            if before is None and new is not None and not _has_state(new):
+                remedy += f', or pass transient={{"{key}"}}'
             yield CaptureLine(key, Fidelity.LOST, f"training {what} this {kind}; {remedy}")
 
 
