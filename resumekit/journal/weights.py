@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,8 +17,6 @@ from resumekit.serialization import local_part
 _ON_HOST, _ON_DEVICE = 2, 1
 _NUM_ELEMENTS = 64
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_IN_NUMPY = frozenset({torch.float32, torch.float64, torch.float16})
-_AS_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # others, by their size
 
 
 class WeightSamples:
@@ -45,51 +44,65 @@ class WeightSamples:
         total = sum(map(len, groups))
         if not total:
             return []
-        is_on_host, arrays = local_part(_at(groups, 0)).is_cpu, []
+        is_on_host, samples = _tensor(groups, 0).is_cpu, []
         num_tensors = min(total, _ON_HOST if is_on_host else _ON_DEVICE)
         for turn in range(step * num_tensors, (step + 1) * num_tensors):
-            tensor = local_part(_at(groups, turn % total))
+            tensor = _tensor(groups, turn % total)
             is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
             if not is_plain or tensor.is_cpu is not is_on_host:
                 continue
             if is_on_host:
-                arrays.append(_array(tensor, turn // total))
+                samples.append(_sample(tensor, turn // total))
             else:
-                self.late.add(step, _window(tensor.detach().flatten(), turn // total))
-        return _records(step, arrays)
+                elements = tensor.detach().flatten()
+                window = _window(len(elements), turn // total)
+                self.late.add(step, elements[window.start : window.stop])
+        return _records(step, samples)
 
     def arrived(self) -> list[Record]:
         """The records of the samples that devices have delivered since the last call."""
-        found = (_records(step, [_array(host)]) for step, host in self.late.arrived())
+        found = (_records(step, [_sample(host)]) for step, host in self.late.arrived())
         return [each for records in found for each in records]
 
 
-def _at(groups: Iterable[Sequence[Any]], index: int) -> Any:
+def _tensor(groups: Iterable[Sequence[Any]], index: int) -> Any:
     for group in groups:
         if index < len(group):
-            return group[index]
+            tensor = group[index]
+            return tensor if type(tensor) in _PLAIN else local_part(tensor)
         index -= len(group)
     raise IndexError(index)
 
 
-def _array(tensor: torch.Tensor, turn: int = 0) -> Any:
-    """Elements of a tensor in host memory, in the order of the memory."""
-    values = tensor.detach()
-    if values.dtype not in _IN_NUMPY and values.itemsize in _AS_BITS:
-        values = values.view(_AS_BITS[values.itemsize])
-    return _window(values.numpy().ravel("K"), turn)
+def _sample(tensor: torch.Tensor, turn: int = 0) -> tuple[bytes, int]:
+    """Elements of a tensor in host memory, in the order of the memory, and their number.
+
+    They are read without an operation of torch: each lets other threads run, as those of a
+    loader with workers, and a switch costs more than all else here.
+    """
+    if not (tensor.is_contiguous() or _span(tensor) == tensor.numel()):
+        tensor = tensor.detach().contiguous()
+    storage, size = tensor.untyped_storage(), tensor.itemsize
+    window = _window(tensor.numel(), turn)
+    start, num_bytes = (tensor.storage_offset() + window.start) * size, len(window) * size
+    if start + num_bytes > storage.nbytes():  # freed, as in sharded modules
+        return b"", 0
+    return ctypes.string_at(storage.data_ptr() + int(start), num_bytes), len(window)
 
 
-def _window(elements: Any, turn: int) -> Any:
+def _span(tensor: torch.Tensor) -> int:
+    """From a tensor's first element to its last one, in elements."""
+    return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _window(num_elements: int, turn: int) -> range:
     """Some of all elements, the next ones in each turn."""
-    num_windows = max(1, -(-len(elements) // _NUM_ELEMENTS))
+    num_windows = max(1, -(-num_elements // _NUM_ELEMENTS))
     start = turn % num_windows * _NUM_ELEMENTS
-    return elements[start : start + _NUM_ELEMENTS]
+    return range(start, min(start + _NUM_ELEMENTS, num_elements))
 
 
-def _records(step: int, arrays: Sequence[Any]) -> list[Record]:
-    digest = xxhash.xxh3_64()
-    for each in arrays:
-        digest.update(each)
-    count = sum(map(len, arrays))
-    return [Record(step, ids=digest.intdigest(), num_samples=count, kind=WEIGHTS)] if count else []
+def _records(step: int, samples: Sequence[tuple[bytes, int]]) -> list[Record]:
+    count = sum(each for _, each in samples)
+    ids = xxhash.xxh3_64_intdigest(b"".join(each for each, _ in samples))
+    return [Record(step, ids=ids, num_samples=count, kind=WEIGHTS)] if count else []
