@@ -266,8 +266,8 @@ def _check_step_name(given: Any) -> None:
 
 
 def names_component(names: Collection[str], key: str) -> bool:
-    """Whether a component is named, by its key or by its slot."""
-    return key in names or key.split("/", 1)[0] in names
+    """Whether a component is named, by its key, by its slot or by what it belongs to."""
+    return any(f"{key}/".startswith(f"{name}/") for name in names)
 
 
 def is_per_rank(names: Collection[str], key: str) -> bool:
