@@ -653,6 +653,22 @@ def test_an_optimizer_that_training_makes_is_reported(kind: Any) -> None:
     assert "no launch can make" in line.reason
 
 
+@pytest.mark.parametrize(
+    ("value", "is_reachable"),
+    [(Holder(a=1), True), (torch.distributions.Normal(0.0, 1.0), False)],
+    ids=["of a module of the script's objects", "of another module"],
+)
+def test_a_new_object_is_saved_where_the_next_launch_can_make_it(
+    value: Any, *, is_reachable: bool, stored: Any
+) -> None:
+    live, other = Holder(new=None), Holder(new=None)
+    state = user_state(holder=live)
+    live.new = value
+    assert [each.key for each in state.findings()] == ([] if is_reachable else ["holder.new"])
+    passed_on(state, user_state(holder=other), stored)
+    assert type(other.new) is (Holder if is_reachable else type(None))
+
+
 def test_paths_of_objects_that_have_gone_are_forgotten() -> None:
     state = user_state()
     for _ in range(5):

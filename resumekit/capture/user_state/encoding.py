@@ -165,7 +165,8 @@ class Encoder:
         self._walk = walk
         self._known = known
         self._foreign = walk.foreign
-        self._classes = LiveClasses((*walk.objects.values(), *walk.foreign.modules))
+        made = (each for path, each in walk.objects.items() if path in known)
+        self._classes = LiveClasses((*made, *walk.foreign.modules))
         self._indices: dict[int, int] = {}
         self._kept: list[Any] = []
 
