@@ -385,16 +385,9 @@ _REASONS = {
         "Let the dataset's __iter__ start faster, or pass persistent_workers=False",
         "Train longer",
     ),
-    "not followed yet: no short training has reached the error": (
+    "another check comes first in every training that was tried": (
         "Give the optimizer the parameters that it had when the checkpoint was written",
-        "Change it before the loop",
-        "Create it in __init__ or before the first step",
         "Store it as a known type",
-        "Store long lists as arrays",
-        "Draw the whole order when the epoch begins, or from a generator that is an attribute "
-        "of the sampler",
-        "draw it from a generator that is an attribute of the sampler",
-        "let __iter__ return iter() of a list, which is saved",
     ),
 }
 NOT_FOLLOWED = {text: reason for reason, texts in _REASONS.items() for text in texts}
