@@ -291,16 +291,12 @@ def test_an_extra_slot_is_refused_and_excluded(tmp_path: Path) -> None:
 
 def test_what_belongs_to_an_excluded_component_is_excluded(tmp_path: Path) -> None:
     models = {name: nn.Linear(3, 2) for name in ("first", "second")}
-    options: dict[str, Any] = {"optimizer": None, "save_every": 1}
-    with pytest.raises(CrashError), Checkpointer(tmp_path, model=models, **options) as before:
+    with Checkpointer(tmp_path, model=models, optimizer=None) as before:
         for _ in before.batches([0, 1], epochs=1):
             before.step()
-            if before.progress.step == 2:
-                raise CrashError
     del models["second"]
-    after = Checkpointer(tmp_path, model=models, exclude={"model/second"}, **options)
-    assert after.resume().step == 1
-    after.close()
+    with Checkpointer(tmp_path, model=models, optimizer=None, exclude={"model/second"}) as after:
+        assert after.resume().step == 2
 
 
 class Counts(ComponentState):
