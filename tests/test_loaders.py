@@ -429,10 +429,7 @@ def with_a_step_between(training: Training) -> None:
     "loop",
     [
         with_a_repeated_one,
-        pytest.param(
-            with_a_repeated_one_in_epochs,
-            marks=pytest.mark.xfail(reason="a list that holds a loader is taken for state"),
-        ),
+        with_a_repeated_one_in_epochs,
         over_one_shared_generator,
         opened_late_over_one_shared_generator,
         one_after_the_other,

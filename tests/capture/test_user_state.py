@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import io
 import json
+import operator
 import random
 import threading
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Sequence
-from enum import Enum
+from enum import Enum, Flag
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -651,6 +652,55 @@ def test_an_optimizer_that_training_makes_is_reported(kind: Any) -> None:
     (line,) = state.findings()
     assert (line.key, line.fidelity) == ("script.optimizer", Fidelity.LOST)
     assert "no launch can make" in line.reason
+
+
+class Option(Flag):
+    """Options that can be combined."""
+
+    FIRST = 1
+    SECOND = 2
+
+
+class Named(dict[str, Any]):
+    """A dict of a class of its own."""
+
+
+class Marked(torch.Tensor):
+    """A tensor of a class of its own."""
+
+
+UNMADE: dict[str, Any] = {
+    "an object with a state": Tally(1),
+    "a grad scaler": torch.amp.GradScaler("cpu"),
+    "what C makes": operator.attrgetter("a"),
+    "options": Option.FIRST | Option.SECOND,
+    "a text of a class": type("Text", (str,), {})("text"),
+    "a dict of a class": Named(count=1),
+    "a tensor of a class": torch.zeros(2).as_subclass(Marked),
+}
+
+
+@pytest.mark.parametrize("value", UNMADE.values(), ids=UNMADE)
+@pytest.mark.parametrize("where", ["attribute", "item"])
+def test_a_value_that_only_training_makes_is_reported_at_the_save(
+    value: Any, where: str, stored: Any
+) -> None:
+    """Another launch has nothing to put it into: a resume would be refused, or silently wrong."""
+
+    def made() -> tuple[Holder, UserState]:
+        holder = Holder(new=None, items=["first"])
+        return holder, user_state(holder=holder)
+
+    (live, state), (other, restored) = made(), made()
+    if where == "attribute":
+        live.new = value
+    else:
+        live.items.append(value)
+    (line,) = state.findings()
+    name = "holder.new" if where == "attribute" else "holder.items"
+    assert (line.key, line.fidelity) == (name, Fidelity.LOST)
+    passed_on(state, restored, stored)
+    assert (other.new, other.items) == (None, ["first"])
 
 
 @pytest.mark.parametrize(

@@ -135,8 +135,10 @@ class Slot(NamedTuple):
 
     def label(self, path: str) -> str:
         """The path of the value, below the path of its owner."""
-        if self.role in (Role.ITEMS, Role.STATE):
+        if self.role is Role.STATE:
             return path
+        if self.role is Role.ITEMS:  # unlike the slot that holds the object itself
+            return f"{path}[...]"
         if self.role is Role.REQUIRES_GRAD:
             return f"{path}.{self.name}.requires_grad"
         return f"{path}.{self.name or self.role.value}"

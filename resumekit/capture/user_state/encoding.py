@@ -39,6 +39,7 @@ from resumekit.capture.user_state.value_types import (
     is_namedtuple,
     is_secret,
     kind_of,
+    kind_of_class,
     memory_of,
     parts_of_call,
 )
@@ -80,6 +81,9 @@ _DATA: dict[str, tuple[int, Any]] = {
 }
 _MAX_INT = 1 << 63
 _MAX_NUMBERS = 1024  # in the text; longer lists are next to it
+
+_PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
+_ALWAYS_MADE = frozenset({Kind.SCALAR, Kind.CONSTANT, Kind.BUFFER, Kind.CONTAINER, Kind.ARRAY})
 
 # The fields that are lists of references or plain values, or the index of a list of numbers.
 _REFERENCES = {
@@ -170,18 +174,18 @@ class Encoder:
         self._indices: dict[int, int] = {}
         self._kept: list[Any] = []
 
-    def encode(self, seen: Seen, *, is_known: bool) -> Any:
+    def encode(self, seen: Seen, first: Mapping[type, int]) -> Any:
         """The encoded value of a slot.
 
         Args:
             seen: the slot.
-            is_known: whether the slot was there at first: what cannot be encoded in its container
-                is then taken from the live one.
+            first: how many objects of each class it held at first, see ``classes_in``: as many
+                are there in the next launch, which may fill them or take them as they are.
 
         Raises:
             UncapturedError: it cannot be stored.
         """
-        self._is_known = is_known
+        self._left, self._is_part = Counter(first), False
         if kind_of(seen.value) in (Kind.FUNCTION, Kind.CLASS):
             raise UncapturedError(f"training changed it to {describe(seen.value)}")
         return self._whole(seen.value)
@@ -195,6 +199,11 @@ class Encoder:
             del self.nodes[num_nodes:], self.data[num_data:]
             self._indices = {k: v for k, v in self._indices.items() if v < num_nodes}
             raise
+
+    def _has_live(self, value: Any) -> bool:
+        """Whether the next launch has an object for this one: each counts once."""
+        self._left[class_of(value)] -= 1
+        return self._left[class_of(value)] >= 0
 
     def _value(self, value: Any) -> Any:
         if _is_text(value):
@@ -220,7 +229,7 @@ class Encoder:
             return self._object(kind, value)
         if kind is Kind.REDUCED:
             return self._reduced(value)
-        if kind is Kind.CALL and self._is_known:
+        if kind is Kind.CALL and self._has_live(value):
             return self._call(value)
         return self._data(kind, value)
 
@@ -229,6 +238,8 @@ class Encoder:
         if is_tensor and value not in self._foreign:
             if value.layout is not torch.strided:
                 raise UncapturedError(f"a tensor of layout {value.layout}")
+            if type(value) not in _PLAIN_TENSORS and not self._has_live(value):
+                raise UncapturedError(f"{describe(value)} that training made")
             is_on_device = value.device.type != "cpu"
             name = "parameter" if isinstance(value, nn.Parameter) else "tensor"
             plain = value.detach().as_subclass(torch.Tensor)
@@ -239,9 +250,11 @@ class Encoder:
             return ["objects", list(value.shape), self._items(value.flat)]
         if kind is Kind.GENERATOR:
             return ["generator", class_name(value), self._next_to(generator_state(value))]
+        if not self._has_live(value):
+            raise UncapturedError(f"{describe(value)} in it cannot be saved")
         if kind is Kind.STATEFUL and value not in self._foreign:
             return ["stateful", class_name(value), self._next_to(value.state_dict())]
-        if self._is_known and (kind in (Kind.LEAF, Kind.STATEFUL) or is_tensor):
+        if kind in (Kind.LEAF, Kind.STATEFUL) or is_tensor:
             return ["live"]
         raise UncapturedError(f"{describe(value)} in it cannot be saved")
 
@@ -253,13 +266,16 @@ class Encoder:
     def _reduced(self, value: Any) -> list[Any]:
         parts = maker, *content = reduced(value)
         self._kept.append(parts)  # nodes are found by the ids of what they are made of
-        if isinstance(maker, str) and self._is_known:
+        has_live = self._has_live(value)
+        if isinstance(maker, str) and has_live:
             return ["live"]
-        if global_name(maker) not in self._walk.makers:
+        # What makes the live one may make this one too, and the parts of it.
+        is_made = has_live or self._is_part or self._classes.get(global_name(maker) or "") is maker
+        if global_name(maker) not in self._walk.makers or not is_made:
             raise UncapturedError(f"{describe(value)} in it cannot be saved")
-        is_known, self._is_known = self._is_known, False
+        before, self._left, self._is_part = (self._left, self._is_part), Counter(), True
         encoded = [self._part(each) for each in content]
-        self._is_known = is_known
+        self._left, self._is_part = before
         return ["reduced", class_name(value), global_name(maker), encoded]
 
     def _part(self, value: Any) -> Any:
@@ -281,9 +297,11 @@ class Encoder:
             return ["constant", type(value).__name__, self._items(arguments)]
         if kind is Kind.BUFFER:
             return ["buffer", getattr(value, "typecode", ""), self._next_to(bytes(value))]
-        if kind is Kind.SHARED and self._is_known:
+        if kind is Kind.SHARED and self._has_live(value):
             return ["shared", class_name(value), self._next_to(bytes(memory_of(value)))]
         if isinstance(value, Enum):
+            if value.name not in type(value).__members__:  # several flags
+                raise UncapturedError(f"{describe(value)} in it cannot be saved")
             return ["enum", class_name(value), value.name]
         if type(value) in SCALARS or _is_number(value):
             return ["data", self._next_to(value)]
@@ -332,7 +350,7 @@ class Encoder:
         path = self._walk.paths.get(id(value))
         name = class_name(value)
         if path is None:
-            if self._is_known:
+            if self._has_live(value):
                 return ["live"]
             raise UncapturedError(f"{describe(value)} in it is saved elsewhere")
         if self._known.get(path) == name and not (kind in CODE and is_library(value)):
@@ -340,7 +358,7 @@ class Encoder:
         is_ours = self._classes.get(name) is type(value) and can_be_made(class_of(value))
         if kind not in (Kind.OBJECT, Kind.MODULE) or not is_ours or wrapped is not value:
             raise UncapturedError(f"{describe(value)} that training made and no launch can make")
-        is_known, self._is_known = self._is_known, False  # no launch has what it refers to
+        left, self._left = self._left, Counter()  # no launch has what it refers to
         made_by, attributes = "new", {}
         for slot, each in self._attributes_of(kind, value, path):
             try:
@@ -349,7 +367,7 @@ class Encoder:
                 if kind is not Kind.MODULE or not self._is_in_copies(value, slot.name):
                     raise
                 made_by = "copy"
-        self._is_known = is_known
+        self._left = left
         return [made_by, path, name, attributes]
 
     def _is_in_copies(self, module: nn.Module, name: str) -> bool:
@@ -448,6 +466,23 @@ def _is_text(value: Any) -> bool:
     if kind is str:
         return bool(value.isascii()) or not any(map(_is_surrogate, value))
     return kind is bool or value is None
+
+
+def classes_in(value: Any) -> dict[type, int]:
+    """How many objects of each class a value is made of, containers and plain values apart."""
+    found, waiting, met = dict[type, int](), [value], set[int]()
+    while waiting:
+        each = waiting.pop()
+        kind = kind_of_class(class_of(each))
+        if kind is Kind.CONTAINER and id(each) not in met:
+            met.add(id(each))
+            waiting.extend(_items_of(each))
+        elif kind is Kind.ARRAY and each.dtype == object:
+            waiting.extend(each.flat)
+        elif kind not in _ALWAYS_MADE:
+            found[class_of(each)] = found.get(class_of(each), 0) + 1
+            waiting.extend(parts_of_call(each) if kind is Kind.CALL else ())
+    return found
 
 
 def _items_of(container: Any) -> Iterable[Any]:

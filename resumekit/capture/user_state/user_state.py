@@ -25,7 +25,7 @@ from resumekit.capture.user_state.attributes import (
 )
 from resumekit.capture.user_state.decoding import Decoder, device_of
 from resumekit.capture.user_state.digests import TOO_MANY, UncapturedError
-from resumekit.capture.user_state.encoding import Encoder, read_nodes
+from resumekit.capture.user_state.encoding import Encoder, classes_in, read_nodes
 from resumekit.capture.user_state.paths import is_below, moved_state
 from resumekit.capture.user_state.value_types import (
     SCALARS,
@@ -125,7 +125,8 @@ class UserState(ComponentState):
         self._take_baseline()
 
     def _take_baseline(self) -> None:
-        self._first: dict[str, Any] = {}
+        self._first: dict[str, Any] = {}  # digests of what the script made, by path
+        self._classes: dict[str, dict[type, int]] = {}  # of what is no plain value in it
         self._made: dict[str, Any] = {}
         self._known: dict[str, str] = {}
         self._unsaved_from_start: set[str] = set()
@@ -157,10 +158,11 @@ class UserState(ComponentState):
         new = {n: h for n, h in given.items() if known.get(n) is not h.value}
         if not new:
             return
-        before = self._first, self._made, self._known
+        before: Any = (self._first, self._classes, self._made, self._known)
         self._holders.update(new)
         self._take_baseline()
-        for now, then in zip((self._first, self._made, self._known), before, strict=True):
+        current: Any = (self._first, self._classes, self._made, self._known)
+        for now, then in zip(current, before, strict=True):
             kept = {path: each for path, each in then.items() if not is_below(path, new)}
             now.update(kept)
         self._began = False
@@ -184,7 +186,7 @@ class UserState(ComponentState):
             if not each.is_known or path in self._first:
                 continue
             if is_script or self.is_large(each) or is_code(each.value):
-                self._first[path] = each.digest
+                self._note_first(path, each)
                 if each.is_plain and _is_small(each.value):
                     self._made[path] = self._kept(each.value)
         self._known = {**found.kinds(), **self._known}
@@ -192,6 +194,12 @@ class UserState(ComponentState):
         self._paths = {**alive, **paths_of(found.objects)}
         self._unsaved_from_start |= found.unsaved()
         return found
+
+    def _note_first(self, path: str, seen: Seen) -> None:
+        if path not in self._first:
+            self._first[path] = seen.digest
+            if not seen.is_plain:
+                self._classes[path] = classes_in(seen.value)
 
     def _kept(self, value: Any) -> Any:
         """A plain value as it is now; of containers that are never set back only that they were."""
@@ -248,7 +256,7 @@ class UserState(ComponentState):
                 problems[path] = over_limit(seen.num_bytes)
                 continue
             try:
-                values[path] = encoder.encode(seen, is_known=path in self._first)
+                values[path] = encoder.encode(seen, self._classes.get(path, {}))
                 left -= seen.num_bytes
             except UncapturedError as error:
                 problems[path] = Problem(str(error))
@@ -408,7 +416,7 @@ class UserState(ComponentState):
         if self._scope.code is not None:  # code that hooks have led to is the script's as it is now
             for path, each in found.seen.items():
                 if each.is_known:
-                    self._first.setdefault(path, each.digest)
+                    self._note_first(path, each)
         restored: list[str] = []
         for saved in self._waiting:
             restored += self._restore(saved, found)
@@ -484,7 +492,7 @@ class UserState(ComponentState):
         self.objects, self.code = found.objects, found.code.values()
         for path, each in found.seen.items():
             if each.slot.role in _OF_CODE and each.is_known:
-                self._first.setdefault(path, each.digest)
+                self._note_first(path, each)
         self._too_large.update(
             (path, id(each.value))
             for path, each in found.seen.items()
