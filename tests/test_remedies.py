@@ -334,9 +334,6 @@ _REASONS = {
     ),
     "not followed yet: it needs a run of that framework": (
         "Pass use_orig_params=True to FullyShardedDataParallelPlugin, or fsdp_version=2",
-        "Start with the configuration of the checkpoint",
-        "Pass exclude={{}} to start it afresh",
-        'Pass {"first": ..., "second": ...}',
         "Import {} alone, before resumekit.adapters.lightning",
         "Pass load_best_model_at_end=False; `resumekit export` reads "
         "trainer.state.best_model_checkpoint",
