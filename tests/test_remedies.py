@@ -333,12 +333,6 @@ _REASONS = {
         "Split the matrix",
     ),
     "not followed yet: it needs a run of that framework": (
-        "Pass use_orig_params=True to FullyShardedDataParallelPlugin, or fsdp_version=2",
-        "Import {} alone, before resumekit.adapters.lightning",
-        "Pass load_best_model_at_end=False; `resumekit export` reads "
-        "trainer.state.best_model_checkpoint",
-        "Let the stock Trainer finish that run, or begin a new one from its weights alone: "
-        "from_pretrained(that path)",
         "Remove the argument to train from step {}, or finish that run without resumekit run",
         "Undo the change; or pass another --dir, or remove the directory of the run that is "
         "not to be continued",

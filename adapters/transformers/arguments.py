@@ -74,8 +74,8 @@ def check_best_at_end(trainer: Any, *, reports: bool) -> None:
             where,
             found=f"{found}, which is sharded",
             expected="load_best_model_at_end=False",
-            remedy="Pass load_best_model_at_end=False; `resumekit export` reads "
-            "trainer.state.best_model_checkpoint",
+            remedy="Pass load_best_model_at_end=False; `resumekit export` reads the directory "
+            "above trainer.state.best_model_checkpoint",
         )
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from followed_remedies import Remedy
-from small_trainer import attach, interrupted, make_trainer
+from small_trainer import attach, interrupted, make_trainer, stop_at
 from torch.utils.data import DataLoader, Subset
-from transformers import Trainer
+from transformers import GPT2LMHeadModel, Trainer
 
 from resumekit.adapters.accelerate import Checkpointer
 
@@ -57,6 +57,27 @@ def test_each_training_has_a_trainer_and_a_directory(tmp_path: Path, remedy: Rem
     trainer.train_dataset = Subset(data, range(len(data)))
     remedy.of(trainer.train)
     assert continued(tmp_path / "b").train().global_step == END
+
+
+@pytest.mark.remedy(
+    "Let the stock Trainer finish that run, or begin a new one from its weights alone: "
+    "from_pretrained(that path)"
+)
+def test_a_run_of_the_stock_trainer_is_finished_or_its_weights_begin_one(
+    tmp_path: Path, remedy: Remedy
+) -> None:
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    stock = make_trainer(tmp_path, **saving)
+    with stop_at(stock, 3):
+        stock.train()
+    path = str(tmp_path / "output" / "checkpoint-2")
+    text = remedy.of(continued(tmp_path).train, resume_from_checkpoint=path)
+    assert make_trainer(tmp_path, **saving).train(resume_from_checkpoint=path).global_step == 4
+    load = getattr(GPT2LMHeadModel, re.findall(r"(\w+)\(that path\)", text)[0])
+    made = make_trainer(tmp_path / "new", max_steps=4)
+    trainer = Trainer(load(path), made.args, train_dataset=made.train_dataset)
+    attach(trainer, tmp_path / "new")
+    assert trainer.train().global_step == 4
 
 
 def prepared() -> tuple[Accelerator, list[Any], Any]:
