@@ -337,7 +337,6 @@ _REASONS = {
         "Undo the change; or pass another --dir, or remove the directory of the run that is "
         "not to be continued",
         "Give the loader the same sampler under both frameworks until the epoch is over",
-        "Add the three lines of docs/quickstart.md to the loop, and leave --with-resumekit out",
         "Save more often (--save-every), or kill it later",
         "Save more often (--save-every), or train longer",
     ),
@@ -374,7 +373,6 @@ _REASONS = {
         "Call wait() before",
         "Let only one job use the directory, and start this one again",
         "Let the dataset's __iter__ start faster, or pass persistent_workers=False",
-        "Train longer",
     ),
     "another check comes first in every training that was tried": (
         "Give the optimizer the parameters that it had when the checkpoint was written",

@@ -151,6 +151,33 @@ def test_a_short_training_is_killed_less_often(remedy: Remedy, command: Command)
     assert not command("prove", "--kills", 3, *tiny("--steps", "12"))
 
 
+# A training whose trace is written at each save alone.
+BUFFERED = """
+import os, runpy
+lines, write = [], os.write
+def buffer(file, line):
+    lines.append(line)
+    if b'"checkpoint"' in line or b'"end"' in line:
+        write(file, b"".join(lines))
+        lines.clear()
+os.write = buffer
+runpy.run_path({script!r})
+os._exit(0)
+"""
+
+
+@pytest.mark.remedy("Train longer")
+def test_a_training_that_ends_before_a_kill_trains_longer(
+    tmp_path: Path, remedy: Remedy, command: Command
+) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(BUFFERED.format(script=str(TINY)))
+    kill = ("--kills", 1, "--seed", 0)  # in the last steps of 12, and between two saves of 60
+    words = ("prove", *kill, "--", sys.executable, script, "{dir}", "--save-every", "9", "--steps")
+    remedy.in_text(command(*words, 12))
+    assert not command(*words, 60)
+
+
 @pytest.mark.remedy("Save more often")
 def test_a_training_without_saves_saves_more_often(remedy: Remedy, command: Command) -> None:
     remedy.in_text(command("prove", "--kills", 1, *tiny("--save-every", "100")))
@@ -198,6 +225,43 @@ def test_a_script_with_resumekit_is_proven_as_it_is(
     script.write_text(f"import sys\nfrom time import sleep\n{slow}")
     words = ["prove", "--with-resumekit", "--kills", 1, "--", sys.executable, script, "{dir}"]
     words.remove(flags_in(remedy.in_text(command(*words)))[0])
+    assert not command(*words)
+
+
+LOOP = """
+import sys, time, torch
+torch.manual_seed(0)
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+loader = torch.utils.data.DataLoader(torch.rand(6, 1), shuffle=True)
+def train_on(batch):
+    loss = model(batch).sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    scheduler.step()
+    time.sleep(0.05)
+    return loss
+"""
+
+
+@pytest.mark.full  # four imports of torch
+@pytest.mark.remedy(
+    "Add the three lines of docs/quickstart.md to the loop, and leave --with-resumekit out"
+)
+def test_a_loop_gets_the_lines_of_the_quickstart(
+    tmp_path: Path, remedy: Remedy, command: Command
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"{LOOP}for batch in 3 * [*loader]:\n    train_on(batch)\n")
+    words = ["prove", "--with-resumekit", "--kills", 1, "--", sys.executable, script, "{dir}"]
+    text = remedy.in_text(command(*words))
+    page = Path(__file__).parents[1] / re.findall(r"docs/\S+", text)[0]
+    lines = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[0]
+    lines = lines.replace('"runs/a"', "sys.argv[1]").replace("save_every=500", "save_every=4")
+    script.write_text(f"{LOOP}{lines}")
+    words.remove(flags_in(text)[0])
     assert not command(*words)
 
 
