@@ -75,7 +75,8 @@ class Options:
             sample and collation from a key, so that they are the same for any number of workers.
             See docs/data.md.
         strict: refuse at start a run of which any part would not be restored exactly.
-        exclude: components (keys or slots) that a resume leaves as they are; recorded.
+        exclude: components (keys or slots) that a resume leaves as they are, with what belongs to
+            them; recorded.
         allow_missing: components that the checkpoint may lack; they keep their live state.
         per_rank: components (keys or slots) of which each rank has its own state, e.g. an optimizer
             that shards its moments by rank. See docs/contract.md.

@@ -83,6 +83,7 @@ _MAX_INT = 1 << 63
 _MAX_NUMBERS = 1024  # in the text; longer lists are next to it
 
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
+# What a resume makes or fills without an object of the launch.
 _ALWAYS_MADE = frozenset({Kind.SCALAR, Kind.CONSTANT, Kind.BUFFER, Kind.CONTAINER, Kind.ARRAY})
 
 # The fields that are lists of references or plain values, or the index of a list of numbers.
@@ -273,9 +274,12 @@ class Encoder:
         is_made = has_live or self._is_part or self._classes.get(global_name(maker) or "") is maker
         if global_name(maker) not in self._walk.makers or not is_made:
             raise UncapturedError(f"{describe(value)} in it cannot be saved")
-        before, self._left, self._is_part = (self._left, self._is_part), Counter(), True
-        encoded = [self._part(each) for each in content]
-        self._left, self._is_part = before
+        before = self._left, self._is_part
+        self._left, self._is_part = Counter(), True
+        try:
+            encoded = [self._part(each) for each in content]
+        finally:
+            self._left, self._is_part = before
         return ["reduced", class_name(value), global_name(maker), encoded]
 
     def _part(self, value: Any) -> Any:
@@ -360,14 +364,16 @@ class Encoder:
             raise UncapturedError(f"{describe(value)} that training made and no launch can make")
         left, self._left = self._left, Counter()  # no launch has what it refers to
         made_by, attributes = "new", {}
-        for slot, each in self._attributes_of(kind, value, path):
-            try:
-                attributes[slot.role + ":" + slot.name] = self._whole(each)
-            except UncapturedError:
-                if kind is not Kind.MODULE or not self._is_in_copies(value, slot.name):
-                    raise
-                made_by = "copy"
-        self._left = left
+        try:
+            for slot, each in self._attributes_of(kind, value, path):
+                try:
+                    attributes[slot.role + ":" + slot.name] = self._whole(each)
+                except UncapturedError:
+                    if kind is not Kind.MODULE or not self._is_in_copies(value, slot.name):
+                        raise
+                    made_by = "copy"
+        finally:
+            self._left = left
         return [made_by, path, name, attributes]
 
     def _is_in_copies(self, module: nn.Module, name: str) -> bool:

@@ -132,6 +132,10 @@ class UserState(ComponentState):
         self._unsaved_from_start: set[str] = set()
         self.extend_baseline(self._holders)
 
+    @property
+    def _baseline(self) -> tuple[dict[str, Any], ...]:
+        return self._first, self._classes, self._made, self._known
+
     def configure(self, *, transient: Collection[str], limit_bytes: int) -> None:
         former = self._scope.limit_bytes
         self._scope = _scope(self._scope.foreign, transient, limit_bytes, self._scope.code)
@@ -158,11 +162,10 @@ class UserState(ComponentState):
         new = {n: h for n, h in given.items() if known.get(n) is not h.value}
         if not new:
             return
-        before: Any = (self._first, self._classes, self._made, self._known)
+        before = self._baseline
         self._holders.update(new)
         self._take_baseline()
-        current: Any = (self._first, self._classes, self._made, self._known)
-        for now, then in zip(current, before, strict=True):
+        for now, then in zip(self._baseline, before, strict=True):
             kept = {path: each for path, each in then.items() if not is_below(path, new)}
             now.update(kept)
         self._began = False
