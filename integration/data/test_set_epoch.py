@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from one_rank import DEPRECATIONS, one_rank
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
 from resumekit.adapters.torch import Checkpointer
-from resumekit.testing.launchers import free_port
 
 NUM_EPOCHS, NUM_BATCHES = 3, 4
 INTERRUPTED_AT = NUM_BATCHES + 2  # in the second epoch, one batch after the newest checkpoint
@@ -29,9 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
     # lightning 2.6 utilities/_pytree.py and utilities/combined_loader.py with torch 2.13
     pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning"),
-    # deepspeed 0.19 zero/muon/original_muon.py, comm/torch.py with torch 2.13
-    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.torch.distributed.* is deprecated:FutureWarning"),
+    *DEPRECATIONS,
 ]
 
 
@@ -255,14 +253,10 @@ def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     """This process is all of its job, and a framework that keeps a state for it starts afresh."""
     launch = request.getfixturevalue("launch")
     if launch is with_deepspeed:
-        deepspeed = pytest.importorskip("deepspeed")
-        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        for name, value in zip(names, ("0", "0", "1", "127.0.0.1", free_port()), strict=True):
-            monkeypatch.setenv(name, str(value))
-        deepspeed.init_distributed("gloo")
-    yield
-    if launch is with_deepspeed:
-        deepspeed.comm.destroy_process_group()  # and the groups that deepspeed remembers
+        pytest.importorskip("deepspeed")
+        monkeypatch.setenv("LOCAL_RANK", "0")
+    with one_rank() if launch is with_deepspeed else nullcontext():
+        yield
     if launch in (with_accelerate, with_accelerate_as_one_of_two, with_transformers):
         from accelerate.state import AcceleratorState, GradientState
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from one_rank import DEPRECATIONS, one_rank
 from preloads import DEEPSPEED
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -39,7 +40,6 @@ from resumekit.errors import (
 from resumekit.frameworks.deepspeed import engine_faults
 from resumekit.storage import Store
 from resumekit.testing import Cell, Kit
-from resumekit.testing.launchers import free_port
 from resumekit.tracing import KILL_VARIABLE, TRACE_VARIABLE
 
 PRELOAD = DEEPSPEED
@@ -47,25 +47,14 @@ PRELOAD = DEEPSPEED
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "integration" / "scripts"
 PINNED = f"read from deepspeed 0.19, installed is {deepspeed.__version__}"
-LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-pytestmark = [
-    # deepspeed 0.19 zero/muon/original_muon.py compiles when it is imported, and that imports what
-    # torch 2.13 itself has deprecated.
-    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
-    # torch 2.13 distributed_c10d.py renamed functions that deepspeed 0.19 comm/torch.py calls.
-    pytest.mark.filterwarnings("ignore:.torch.distributed.* is deprecated:FutureWarning"),
-]
+pytestmark = DEPRECATIONS
 
 
 @pytest.fixture(scope="module")
 def _ranks() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in zip(LAUNCHED, ("0", "0", "1", "127.0.0.1", free_port()), strict=True):
-            patch.setenv(name, str(value))
-        deepspeed.init_distributed("gloo")
-    yield
-    deepspeed.comm.destroy_process_group()  # and the groups that deepspeed remembers
+    with one_rank():
+        yield
 
 
 @pytest.fixture

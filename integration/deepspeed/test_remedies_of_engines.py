@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from followed_remedies import Remedy
+from one_rank import DEPRECATIONS, one_rank
 from preloads import DEEPSPEED
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,31 +23,19 @@ from deepspeed_workloads import LoadsItself
 
 from resumekit.adapters.deepspeed import Checkpointer
 from resumekit.adapters.torch import Checkpointer as PlainCheckpointer
-from resumekit.testing.launchers import free_port
 
 PRELOAD = DEEPSPEED
 NUM_BATCHES = 4
 
-pytestmark = [
-    pytest.mark.usefixtures("_rank"),
-    # deepspeed 0.19 zero/muon/original_muon.py compiles when it is imported, and that imports what
-    # torch 2.13 itself has deprecated.
-    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
-    # torch 2.13 distributed_c10d.py renamed functions that deepspeed 0.19 comm/torch.py calls.
-    pytest.mark.filterwarnings("ignore:.torch.distributed.* is deprecated:FutureWarning"),
-]
+pytestmark = [pytest.mark.usefixtures("_rank"), *DEPRECATIONS]
 
 
 @pytest.fixture(scope="module")
 def _rank() -> Iterator[None]:
     """This process is the only rank of a job."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in zip(names, ("0", "0", "1", "127.0.0.1", free_port()), strict=True):
-            patch.setenv(name, str(value))
-        deepspeed.init_distributed("gloo")
+    with one_rank(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", "0")
         yield
-    deepspeed.comm.destroy_process_group()  # and the groups that deepspeed remembers
 
 
 class Net(nn.Module):
