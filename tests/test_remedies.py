@@ -333,10 +333,6 @@ _REASONS = {
         "Split the matrix",
     ),
     "not followed yet: it needs a run of that framework": (
-        "Remove the argument to train from step {}, or finish that run without resumekit run",
-        "Undo the change; or pass another --dir, or remove the directory of the run that is "
-        "not to be continued",
-        "Give the loader the same sampler under both frameworks until the epoch is over",
         "Save more often (--save-every), or kill it later",
         "Save more often (--save-every), or train longer",
     ),

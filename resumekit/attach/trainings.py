@@ -138,12 +138,19 @@ class KnownRuns:
             ConfigurationError: see ``run_of``.
         """
         self._num_begun += 1
-        for number, each in self._runs.items():
-            is_over = each.is_over or each.is_taken or self._has_finished(number)
-            self._runs[number] = replace(each, is_over=is_over)
+        # A run whose directory was removed has nothing to continue.
+        self._runs = {
+            number: replace(
+                each, is_over=each.is_over or each.is_taken or self._has_finished(number)
+            )
+            for number, each in self._runs.items()
+            if each.is_taken or directory_of(self._root, number).is_dir()
+        }
         runs = list(self._runs.values())
         found = run_of(training, self._num_begun, runs, where=str(self._root))
-        number = found.number if found else max(self._runs, default=0) + 1
+        order = self._num_begun
+        new = order if order not in self._runs else max(self._runs) + 1
+        number = found.number if found else new
         self._report(training, found, number)
         self._runs[number] = KnownRun(number, training, is_taken=True)
         self._write()

@@ -76,9 +76,16 @@ def test_the_same_without_an_order_is_refused() -> None:
 # ---------------------------------------------------------------- the file
 
 
+def begin(runs: KnownRuns, training: Training) -> Path:
+    """The directory of a training that begins and saves in it."""
+    directory = runs.begin(training)
+    directory.mkdir(exist_ok=True)
+    return directory
+
+
 def test_a_later_launch_finds_the_runs_of_the_first(tmp_path: Path) -> None:
     first = KnownRuns(tmp_path)
-    folders = [first.begin(each) for each in FOLDS]
+    folders = [begin(first, each) for each in FOLDS]
     assert folders == [tmp_path, tmp_path / "trainer-2", tmp_path / "trainer-3"]
     assert KnownRuns(tmp_path).begin(FOLDS[2]) == tmp_path / "trainer-3"
 
@@ -90,6 +97,29 @@ def test_a_training_that_the_script_has_left_is_over(tmp_path: Path) -> None:
     again = KnownRuns(tmp_path)
     assert again.begin(training(lr="0.2")) == tmp_path / "trainer-2"
     assert again.begin(training(lr="0.3")) == tmp_path / "trainer-3"
+
+
+def test_a_run_whose_directory_was_removed_is_not_continued(tmp_path: Path) -> None:
+    first = KnownRuns(tmp_path)
+    for rate in ("0.1", "0.2"):
+        begin(first, training(lr=rate))
+    with pytest.raises(ConfigurationError, match="none of the interrupted runs"):
+        KnownRuns(tmp_path).begin(training(lr="0.3"))
+    (tmp_path / "trainer-2").rmdir()
+    assert KnownRuns(tmp_path).begin(training(lr="0.3")) == tmp_path / "trainer-2"
+
+
+def test_of_runs_that_are_the_same_the_one_that_was_not_removed_is_continued(
+    tmp_path: Path,
+) -> None:
+    first = KnownRuns(tmp_path)
+    begin(first, training(lr="0.2"))
+    for _ in range(2):
+        begin(first, training(lr="0.1"))
+    with pytest.raises(ConfigurationError, match="each of several runs"):
+        KnownRuns(tmp_path).begin(training(lr="0.1"))
+    (tmp_path / "trainer-2").rmdir()
+    assert KnownRuns(tmp_path).begin(training(lr="0.1")) == tmp_path / "trainer-3"
 
 
 def test_without_the_file_the_order_decides(tmp_path: Path) -> None:
