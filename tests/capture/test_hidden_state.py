@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextvars
 import io
 import json
+import operator
 import os
 import struct
 import subprocess
 import sys
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 
 from resumekit.capture import UserState
 from resumekit.errors import StateMismatchError
+from resumekit.state import Fidelity
 
 
 class Keeper:
@@ -98,6 +101,16 @@ def test_what_cannot_be_copied_is_reported() -> None:
     lines = [str(each) for each in of(keeper).findings()]
     assert len(lines) == 1
     assert lines[0].startswith("keeper.value: unknown (a ContextVar that cannot be copied")
+
+
+def test_what_training_puts_into_an_object_of_a_library_is_saved_or_reported() -> None:
+    keeper = Keeper(UserDict(count=0))
+    state = of(keeper)
+    keeper.value["count"] = 1
+    assert not state.findings()
+    keeper.value["key"] = operator.attrgetter("a")
+    (line,) = state.findings()
+    assert (line.key, line.fidelity) == ("keeper.value.data", Fidelity.LOST)
 
 
 @pytest.mark.parametrize(

@@ -316,18 +316,14 @@ class UserState(ComponentState):
             if each.problem and self._is_reported(owners.get(each.owner))
         }
         lines = [each.line(path, Fidelity.UNKNOWN) for path, each in unknown.items()]
-        lines += [
-            each.line(path, Fidelity.LOST)
-            for path, each in changes.problems.items()
-            if self._is_reported(owners.get(changes.found.seen[path].owner))
-        ]
+        lines += [each.line(path, Fidelity.LOST) for path, each in changes.problems.items()]
         if changes.found.is_cut:
             lines.append(CaptureLine(self.key, Fidelity.UNKNOWN, TOO_MANY))
         lines += lines_of_changed_parts(self._parts, changes.found.objects)
         return tuple(each for each in lines if not self._scope.is_transient(each.key))
 
     def _is_reported(self, owner: Any) -> bool:
-        """Whether a value of this object that cannot be saved is reported.
+        """Whether a value of this object that nothing can read is reported.
 
         Not of objects of libraries, which a training reaches in great numbers.
         """
