@@ -99,10 +99,10 @@ ENGINES = word_set(
     """
 )
 
-# Packages whose objects report, show or log, and decide nothing.
+# Packages whose objects report, show, log or test, and decide nothing.
 REPORTING = word_set(
     """
-    aim clearml comet_ml dvclive fsspec logging loguru matplotlib mlflow neptune plotly
+    _pytest aim clearml comet_ml dvclive fsspec logging loguru matplotlib mlflow neptune plotly
     prometheus_client rich structlog swanlab tensorboard tensorboardX tqdm trackio wandb
     """
 )
