@@ -66,7 +66,7 @@ def reduced(value: Any) -> tuple[Any, Any, Any, Any, Any]:
     reduce = copyreg.dispatch_table.get(kind)
     found: Any
     try:
-        found = kind.__reduce_ex__(value, 4) if reduce is None else reduce(value)
+        found = kind.__reduce_ex__(value, 5) if reduce is None else reduce(value)
     except Exception as error:  # of a library's class
         raise UncapturedError(f"a {kind.__name__} that cannot be copied ({error})") from error
     parts = (found,) if isinstance(found, str) else found
@@ -155,7 +155,7 @@ class Content:
             if not self._is_met(hasher, value):
                 hasher.update(str(self._path_of(value, path)).encode())
             return
-        if kind in (Kind.LEAF, Kind.OPAQUE, Kind.CONSTANT, Kind.BUFFER, Kind.SHARED):
+        if kind in (Kind.LEAF, Kind.OPAQUE, Kind.CONSTANT, Kind.SHARED):
             hasher.update(_identity(kind, value))
         elif kind is Kind.CALL:
             hasher.update(str(cache_size(value)).encode())
@@ -171,6 +171,8 @@ class Content:
             self._tensor(hasher, value)
         elif kind is Kind.ARRAY:
             self._array(hasher, value, path)
+        elif kind is Kind.BUFFER:
+            self._elements(hasher, np.frombuffer(value, np.uint8))
         elif kind is Kind.GENERATOR:
             if self._has_generators:
                 self.feed(hasher, generator_state(value), path)
@@ -302,12 +304,15 @@ class Content:
             raise UncapturedError(f"a tensor that cannot be stored ({value.layout})") from error
 
     def _array(self, hasher: Any, value: Any, path: str) -> None:
-        content = self._sampled(value)
-        hasher.update(f"{value.dtype.str}{value.shape}".encode())
         if value.dtype.hasobject:
+            hasher.update(f"{value.dtype.str}{value.shape}".encode())
             self.feed(hasher, value.tolist(), path)
-            return
-        for piece in buffers_of(content):
+        else:
+            self._elements(hasher, value)
+
+    def _elements(self, hasher: Any, value: Any) -> None:
+        hasher.update(f"{value.dtype.str}{value.shape}".encode())
+        for piece in buffers_of(self._sampled(value)):
             hasher.update(piece)
 
     def _sampled(self, value: Any) -> Any:
@@ -453,7 +458,7 @@ def _code_digest(value: Any) -> str:
 def _identity(kind: Kind, value: Any) -> bytes:
     if kind is Kind.CONSTANT:
         return repr(value).encode()
-    if kind in (Kind.BUFFER, Kind.SHARED):
+    if kind is Kind.SHARED:
         return bytes(memory_of(value))
     return b"leaf" if kind is Kind.LEAF else str(id(value)).encode()
 

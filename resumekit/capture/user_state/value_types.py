@@ -111,11 +111,15 @@ REPORTING = word_set(
 MACHINERY = word_set(
     """
     _io _queue _thread asyncio boto3 botocore concurrent ctypes functools h5py importlib inspect io
-    lmdb mmap multiprocessing paramiko pathlib pyarrow queue re requests select shelve
+    lmdb mmap multiprocessing paramiko pathlib queue re requests select shelve
     socket sqlalchemy sqlite3 ssl subprocess tempfile threading typing urllib3 weakref zipfile
     """
 )
 _LEAVES = ENGINES | REPORTING | MACHINERY
+
+# Packages whose objects are read as copy and pickle read them: some of their attributes are caches,
+# and others are made from each other, so that no resume can set one after the other.
+_READ_WHOLE = word_set("pandas")
 
 # Classes whose derived classes are leaves too, also in user code.
 _LEAF_BASES = word_set(
@@ -160,6 +164,8 @@ _NO_STATE = (
 )
 _SIMPLE_OF_C: Any = ctypes.c_int.__mro__[1]  # of all numbers, and of strings and pointers
 _POINTER_BYTES = struct.calcsize("P")
+# ``pickle.PickleBuffer``, as which the memory of an array is read without a copy of it.
+_BUFFER: Any = type(np.zeros(1).__reduce_ex__(5)[1][0])
 CACHED_FUNCTION = type(functools.cache(lambda: None))
 CODE = frozenset({Kind.FUNCTION, Kind.CLASS, Kind.CALL})
 
@@ -213,7 +219,7 @@ _EXACT: dict[Any, Kind] = {
     **dict.fromkeys((*SCALARS, *TORCH_CONSTANTS), Kind.SCALAR),
     **dict.fromkeys((*SEQUENCES, *SETS, *MAPPINGS), Kind.CONTAINER),
     **dict.fromkeys(CONSTANTS.values(), Kind.CONSTANT),
-    **dict.fromkeys((bytearray, array), Kind.BUFFER),
+    **dict.fromkeys((bytearray, array, _BUFFER), Kind.BUFFER),
     **dict.fromkeys((io.BytesIO, io.StringIO), Kind.REDUCED),
     np.ndarray: Kind.ARRAY,
     np.memmap: Kind.LEAF,  # a file
@@ -278,7 +284,8 @@ def _is_leaf(module: str) -> bool:
 
 def _kind_of_object(kind: Any) -> Kind:
     has_attributes = bool(slots_of(kind)) or bool(kind.__dictoffset__)
-    if _has_hidden_state(kind) and not issubclass(kind, Iterator):
+    is_whole = _has_hidden_state(kind) or top_package(kind) in _READ_WHOLE
+    if is_whole and not issubclass(kind, Iterator):
         return Kind.REDUCED
     if has_attributes and kind.__module__ != "builtins":
         is_known = issubclass(kind, (Optimizer, LRScheduler, DataLoader))

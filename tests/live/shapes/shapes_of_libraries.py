@@ -56,6 +56,33 @@ data_frame = changed(
     lambda v, loss: v.add(loss),
     lambda v: v.table.loc["loss", "total"] / v.table.loc["loss", "count"],
 )
+
+
+class Table:
+    """A table that grows: by rows of texts and numbers, and by columns."""
+
+    def __init__(self):
+        self.rows = pandas.DataFrame({"phase": ["start"], "loss": [0.5]}, index=["first"])
+        self.losses = pandas.Series([0.5])
+
+    def add(self, loss):
+        """Adds one loss everywhere."""
+        name = f"{loss:.3f}"
+        self.rows.loc[name] = ["low" if loss < 1 else name, loss]
+        self.losses = pandas.concat([self.losses, pandas.Series([loss])], ignore_index=True)
+
+    def add_column(self, loss):
+        """Adds one loss as a column."""
+        self.rows[f"{loss:.3f}"] = loss
+
+    def factor(self):
+        """What depends on each part of the table."""
+        texts = "".join([*self.rows.index, *self.rows["phase"], *self.rows.columns])
+        return 0.3 + (self.losses.sum() + self.rows.iloc[:, 1:].sum().sum() + len(texts) / 7) % 1
+
+
+table_with_more_rows = changed(Table, lambda v, loss: v.add(loss), lambda v: v.factor())
+table_with_more_columns = changed(Table, lambda v, loss: v.add_column(loss), lambda v: v.factor())
 series = changed(lambda: pandas.Series([0.5]), add_to_series, lambda v: 0.3 + v[0] % 1)
 
 

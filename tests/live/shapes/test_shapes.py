@@ -156,6 +156,7 @@ EXACT = {
 EXACT |= {
     "shapes_of_libraries": """
         data_frame
+        table_with_more_rows
         bytes_in_memory
         average_in_a_wrapper
         former_weights
@@ -165,6 +166,7 @@ EXACT |= {
         shared_numbers
         numbers_of_c
         series
+        table_with_more_columns
         text_in_memory
         record_array
         masked_array
