@@ -47,7 +47,7 @@ from resumekit.live import (
 )
 from resumekit.log import logger
 from resumekit.run.garbage_collector import collector_paused
-from resumekit.run.rebound_loops import BoundLoops, ReboundLoops, has_loop
+from resumekit.run.rebindings import Bindings, Rebindings, has_loop
 from resumekit.state import CaptureLine, Fidelity, Slot
 
 # Plain values: all that is kept of the variables at an epoch's start. The rest is read at the save.
@@ -90,7 +90,7 @@ class LoopVariables(UserState):
         self._num_elsewhere = 0  # fetches in a row with which no loop began
         self._before_epoch: Paths | None = None  # of the objects that were there before epochs()
         self._environment: Set[tuple[str, str]] = set()  # as the script has made it
-        self._rebound_loops = ReboundLoops()
+        self._rebindings = Rebindings()
         self._variables: dict[str, Any] = {}  # all live ones during a save, by path
 
     # ---------------------------------------------------------------- fetches
@@ -128,7 +128,7 @@ class LoopVariables(UserState):
             is_script = not self._epoch_fetch  # an epoch's first lines run again after a resume
             found = self.extend_baseline(self._all_holders(frames), is_script=is_script)
         if gives_batches:
-            self._rebound_loops.enter(self._bound_loops(frames, found))
+            self._rebindings.enter(self._bound_now(frames, found))
         chain = tuple(each.site for each in frames)
         if chain not in self._entered:
             self._entered.add(chain)
@@ -148,7 +148,7 @@ class LoopVariables(UserState):
     def end_epoch(self) -> None:
         """``epochs()`` is asked for the next epoch."""
         self._at_epoch = {}
-        self._rebound_loops.end_epoch()
+        self._rebindings.end_epoch()
 
     @collector_paused()
     def begin_epoch(self) -> None:
@@ -173,7 +173,7 @@ class LoopVariables(UserState):
                 p: e.value for p, e in seen.items() if type(e.value) in SCALARS
             }
         least = 2 if self._has_batch else 1  # the script may have opened one beside the loop
-        self._rebound_loops.begin_epoch(self._bound_loops(frames, least=least))
+        self._rebindings.begin_epoch(self._bound_now(frames, least=least))
         self._release()
 
     @collector_paused()
@@ -216,26 +216,29 @@ class LoopVariables(UserState):
         """Releases all values of frames: no batch outlives its fetch because of this."""
         self._holders, self.objects, self._for_save, self._variables = {}, {}, None, {}
 
-    def _bound_loops(
+    def _bound_now(
         self, frames: Sequence[LiveFrame], found: Walk | None = None, *, least: int = 2
-    ) -> BoundLoops:
-        """The loops that variables refer to; none where fewer loaders than ``least`` are open."""
+    ) -> Bindings:
+        """The loops and datasets that variables refer to.
+
+        None where fewer loaders than ``least`` are open, and ``datasets`` is not imported.
+        """
         owner = self._owner()
-        if owner is None or len(owner._sources) < least:
-            return BoundLoops()
+        if owner is None or (len(owner._sources) < least and "datasets" not in sys.modules):
+            return Bindings()
         if found is None:
             self._holders = self._all_holders(frames)
             found = self._walk()
-        return BoundLoops.among(found, _variables(frames) if frames else self._variables)
+        return Bindings.among(found, _variables(frames) if frames else self._variables)
 
     def _rebound(self, found: Walk) -> Iterator[CaptureLine]:
-        """A line for each variable that training has rebound to another loop.
+        """A line for each variable that training has rebound to another loop or dataset.
 
         Not while a loader beside the loop is asked, perhaps by a function of the loop's body.
         """
         if tuple(map(Site.from_plain, self._sites)) not in self._entered:
             return iter(())
-        lines = self._rebound_loops.lines(self._bound_loops((), found))
+        lines = self._rebindings.lines(self._bound_now((), found))
         return (each for each in lines if not self._scope.is_transient(each.key))
 
     # ---------------------------------------------------------------- saving

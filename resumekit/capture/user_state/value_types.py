@@ -107,12 +107,12 @@ REPORTING = word_set(
     """
 )
 
-# Packages of threads, processes, clients, files, clocks and patterns.
+# Packages of threads, processes, clients, files and clocks.
 MACHINERY = word_set(
     """
     _io _queue _thread asyncio boto3 botocore concurrent ctypes functools h5py importlib inspect io
-    lmdb mmap multiprocessing paramiko pathlib queue re requests select shelve
-    socket sqlalchemy sqlite3 ssl subprocess tempfile threading typing urllib3 weakref zipfile
+    lmdb mmap multiprocessing paramiko pathlib queue requests select shelve socket sqlalchemy
+    sqlite3 ssl subprocess tempfile threading typing urllib3 weakref zipfile
     """
 )
 _LEAVES = ENGINES | REPORTING | MACHINERY
@@ -133,6 +133,9 @@ _LEAF_BASES = word_set(
     transformers.training_args.TrainingArguments
     """
 )
+
+# datasets 5.2, ``_fingerprint``.
+_DATASETS = word_set("datasets.arrow_dataset.Dataset datasets.dataset_dict.DatasetDict")
 
 # torch 2.13 utils/data/dataloader.py: what iter(loader) gives. Queues, pipes and proxies: no
 # checkpoint has what other threads and processes put there, and they start again in a launch.
@@ -183,6 +186,17 @@ def kind_of(value: Any) -> Kind:
 def is_code(value: Any) -> bool:
     """Whether it is a function, a class, a bound method or a partial."""
     return kind_of(value) in CODE
+
+
+def fingerprints_of(value: Any) -> tuple[str, ...]:
+    """What tells a dataset of Hugging Face, or a dict of such, from others; of all else nothing.
+
+    Each transformation makes another one. What led to it makes up its fingerprint.
+    """
+    if not _DATASETS & _names_of(class_of(value)):
+        return ()
+    parts = value.values() if isinstance(value, dict) else (value,)
+    return tuple(str(getattr(each, "_fingerprint", "")) for each in parts)
 
 
 def is_left_out(value: Any) -> bool:
@@ -241,7 +255,7 @@ def kind_of_class(kind: Any) -> Kind:
     """How the objects of a class are treated."""
     if issubclass(kind, random.SystemRandom):
         return Kind.LEAF  # it has no state
-    names = frozenset(f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__)
+    names = _names_of(kind)
     if names & _LEAF_BASES:
         return Kind.LEAF
     known = _EXACT.get(kind) or next((k for base, k in _DERIVED if issubclass(kind, base)), None)
@@ -309,6 +323,12 @@ def _has_hidden_state(kind: Any) -> bool:
     is_larger = kind.__basicsize__ > base.__basicsize__ + _POINTER_BYTES * num_pointers
     has_items = bool(kind.__itemsize__) and base is object  # as a tuple or an int has
     return (is_larger or has_items) and not issubclass(kind, Stateful)
+
+
+@functools.cache
+def _names_of(kind: Any) -> frozenset[str]:
+    """The full names of a class and its bases."""
+    return frozenset(f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__)
 
 
 def is_namedtuple(kind: type) -> bool:

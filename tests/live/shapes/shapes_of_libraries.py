@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import multiprocessing
 import queue
+import re
 import threading
 from itertools import count
 
+import datasets
 import numpy as np
 import pandas
 import torch
@@ -158,9 +160,33 @@ tensor_of_a_class = changed(
     lambda v, loss: v.mul_(0.7).add_(loss),
     lambda v: 0.3 + v[0].item() % 1,
 )
+pattern_of_digits = changed(
+    lambda: {"digits": re.compile("[0-4]")},
+    lambda v, loss: v.update(digits=re.compile(f"[{loss:.4f}]")),
+    lambda v: 0.3 + len(v["digits"].findall("0123456789")) / 10,
+)
 fitted_estimator = changed(
     lambda: SGDRegressor(random_state=0), fit, lambda v: 0.5 + getattr(v, "t_", 1.0) % 5 / 5
 )
+
+
+def factors(seed):
+    """A dataset of Hugging Face."""
+    values = np.random.default_rng(seed).uniform(0.3, 1.3, 9).tolist()
+    return datasets.Dataset.from_dict({"factor": values})
+
+
+def dataset_shuffled_again(directory, *, record, **options):
+    """Each epoch trains with the dataset of the epoch before, shuffled."""
+    model, optimizer, loader = make()
+    data = factors(0)
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    for epoch in ckpt.epochs(EPOCHS):
+        data = data.shuffle(seed=epoch)
+        for batch in ckpt.batches(loader):
+            loss = loss_of(model, batch) * data[0]["factor"]
+            step(ckpt, optimizer, loss)
+            record(loss, model)
 
 
 def average_in_a_wrapper(directory, *, record, **options):

@@ -13,6 +13,7 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import datasets
 import torch
 from tiny_training import BATCH_SIZE, EPOCHS, loss_of, make, run_as_script, step
 from torch.profiler import ProfilerActivity, profile
@@ -36,6 +37,19 @@ def running_loss(directory, *, record, **options):
                 print(f"[{epoch + 1}, {index + 1:5d}] loss: {running_loss / 3:.3f}")
                 running_loss = 0.0
             record(loss, model)
+
+
+def dataset_of_each_epoch(directory, *, record, **options):
+    """Each epoch reads another dataset, which is used again when its batches are over."""
+    model, optimizer, loader = make()
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    for epoch in ckpt.epochs(EPOCHS):
+        shard = datasets.Dataset.from_dict({"row": [epoch, epoch + 1]})
+        for batch in ckpt.batches(loader):
+            loss = loss_of(model, batch) * shard[0]["row"]
+            step(ckpt, optimizer, loss)
+            record(loss, model)
+        print(len(shard))
 
 
 def progress_bar_with_the_loss(directory, *, record, **options):

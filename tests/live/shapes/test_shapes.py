@@ -167,6 +167,7 @@ EXACT |= {
         numbers_of_c
         series
         table_with_more_columns
+        pattern_of_digits
         text_in_memory
         record_array
         masked_array
@@ -250,6 +251,7 @@ WITHOUT_STATE = (
     "objects_that_cannot_be_saved",
     "---",
     "attribute_of_the_model",
+    "dataset_of_each_epoch",
     "running_loss",
     "bar_over_the_epochs",
     "named_bar_over_the_epochs",
@@ -390,6 +392,17 @@ def test_a_loader_rebound_in_one_epoch_is_refused_after_it(judge: Judge, save_ev
     assert (first.end, first.warnings, second.end) == ("crashed", (), "refused"), str(judgement)
     assert "source: lost (training rebound it" in second.error
     assert judge.verdict(shape, kills=(20,), loop_variables="off").difference
+
+
+@pytest.mark.parametrize("save_every", [1, 5])
+def test_a_dataset_made_of_that_of_the_epoch_before_is_refused(
+    judge: Judge, save_every: int
+) -> None:
+    """Also inside an epoch: its code makes it of the one that the epoch began with."""
+    shape, kills = "shapes_of_libraries:dataset_shuffled_again", (12,)
+    judgement = judge.verdict(shape, kills=kills, save_every=save_every)
+    assert "data: lost (training rebound it to another Dataset" in judgement.strict.error
+    assert judgement.difference
 
 
 # The negative controls: with nothing saved, each must differ.

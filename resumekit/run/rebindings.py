@@ -1,0 +1,146 @@
+"""Variables that training has rebound to what no checkpoint can hold: loops and datasets.
+
+The position of each loader is saved under its name. Which loop a variable, an attribute or an item
+refers to is not, nor a dataset of Hugging Face, which each transformation replaces by another one:
+a resumed launch has what the code before the first batch binds there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+from weakref import ReferenceType, ref
+
+from resumekit.capture import Walk, fingerprints_of
+from resumekit.run.loops import Batches, Epochs
+from resumekit.state import CaptureLine, Fidelity
+
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+_MAX_ITEMS = 1000  # of a container that is looked through
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The loop or the dataset that a variable refers to, without keeping it alive.
+
+    Args:
+        reference: to it.
+        content: the loaders that a loop draws from, the fingerprints of a dataset.
+    """
+
+    reference: ReferenceType[Any]
+    content: tuple[Any, ...]
+
+    def is_same(self, other: Bound | None) -> bool:
+        """Whether both refer to one object."""
+        return other is not None and self.reference() is other.reference()
+
+
+@dataclass(frozen=True)
+class Bindings:
+    """All loops and datasets that variables, attributes and items refer to, by path.
+
+    Args:
+        bound: by path.
+        paths: those of all values that were looked at.
+    """
+
+    bound: Mapping[str, Bound] = field(default_factory=dict)
+    paths: frozenset[str] = frozenset()
+
+    @classmethod
+    def among(cls, walk: Walk, variables: Mapping[str, Any]) -> Bindings:
+        """Those that a walk has found, or that are items of variables; also items of containers.
+
+        Args:
+            walk: of the user state.
+            variables: by path. Those that contain loops are no user state.
+        """
+        values = {path: each.value for path, each in walk.seen.items()}
+        values.update((path, each) for path, each in variables.items() if has_loop(each))
+        found = {path: each for key, value in values.items() for path, each in _bound(key, value)}
+        return cls(found, frozenset(values))
+
+
+def _bound(path: str, value: Any) -> Iterator[tuple[str, Bound]]:
+    if type(value) in _CONTAINERS:
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        named = [(f"{path}[{key!r}]", each) for key, each in islice(items, _MAX_ITEMS)]
+    else:
+        named = [(path, value)]
+    for name, each in named:
+        content = each.sources if isinstance(each, Batches) else fingerprints_of(each)
+        if content:
+            yield name, Bound(ref(each), content)
+
+
+def has_loop(value: Any) -> bool:
+    """Whether it is a list or the like of the run's own loops: their positions are saved."""
+    if type(value) not in _CONTAINERS:
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return any(isinstance(each, (Batches, Epochs)) for each in islice(items, _MAX_ITEMS))
+
+
+class Rebindings:
+    """Compares what variables refer to with what they would in a resumed launch."""
+
+    def __init__(self) -> None:
+        self._script: Bindings | None = None  # what the code before the loop binds
+        self._at_epoch = Bindings()
+        self._expected: dict[str, Bound] | None = None  # inside an epoch
+        self._paths: frozenset[str] = frozenset()
+        self._of_epoch: list[CaptureLine] = []
+
+    def begin_epoch(self, now: Bindings) -> None:
+        """``epochs()`` gives an epoch."""
+        self._script = now if self._script is None else self._script
+        self._at_epoch = now
+        # The first lines of the epoch may make a dataset of the one that it begins with.
+        is_loop = {path: isinstance(each.reference(), Batches) for path, each in now.bound.items()}
+        datasets = {path: each for path, each in now.bound.items() if not is_loop[path]}
+        self._of_epoch = list(_lines(datasets, self._script.bound))
+
+    def end_epoch(self) -> None:
+        """``epochs()`` is asked for the next epoch."""
+        self._expected = None
+
+    def enter(self, now: Bindings) -> None:
+        """A loop is asked for its first batch: a resume runs the code before it again.
+
+        What that code has bound since the epoch began, it binds again. All else is as the script
+        binds it before the first epoch.
+        """
+        if self._script is None:  # there is no epochs()
+            self._script = self._at_epoch = now
+        if self._expected is None:
+            self._expected, self._paths = dict(self._script.bound), now.paths
+            changed = {
+                path: each
+                for path, each in now.bound.items()
+                if not each.is_same(self._at_epoch.bound.get(path))
+            }
+            self._at_epoch = Bindings()
+        else:  # a further loop of the epoch, and the code between the two
+            changed = {p: each for p, each in now.bound.items() if p not in self._paths}
+        self._expected.update(changed)
+
+    def lines(self, now: Bindings) -> Iterator[CaptureLine]:
+        """A line for each path that refers to something else than it would after a resume."""
+        script = {} if self._script is None else self._script.bound
+        yield from self._of_epoch
+        yield from _lines(now.bound, script if self._expected is None else self._expected)
+
+
+def _lines(now: Mapping[str, Bound], expected: Mapping[str, Bound]) -> Iterator[CaptureLine]:
+    for path, each in now.items():
+        value, known = each.reference(), expected.get(path)
+        if value is None or (isinstance(value, Batches) and value.needs_no_variable):
+            continue
+        if known is None or known.content != each.content:
+            is_loop = isinstance(value, Batches)
+            what = "other batches()" if is_loop else f"another {type(value).__name__}"
+            reason = f"training rebound it to {what}; create all of them before the loop"
+            yield CaptureLine(path, Fidelity.LOST, f"{reason} and choose by a number")
