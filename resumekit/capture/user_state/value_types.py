@@ -189,7 +189,7 @@ def is_code(value: Any) -> bool:
 
 
 def fingerprints_of(value: Any) -> tuple[str, ...]:
-    """What tells a dataset of Hugging Face, or a dict of such, from others; of all else nothing.
+    """What distinguishes a dataset of Hugging Face, or a dict of such; of all else nothing.
 
     Each transformation makes another one. What led to it makes up its fingerprint.
     """
