@@ -297,7 +297,8 @@ def _skip_samples(
         order.add(passed)
         left -= len(passed)
     _require_order(where, order, digest, f"{num_samples} samples")
-    if num_samples % batching.batch_size:
+    is_at_end = batching.samples_per_rank in (None, num_samples)
+    if num_samples % batching.batch_size and is_at_end:
         # The last batch was short: the interrupted run has seen the end, where some draw.
         indices = chain([*islice(indices, 1)], indices)
     return batching.in_batches(indices)

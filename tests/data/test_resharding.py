@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -636,6 +636,39 @@ def test_a_batch_sampler_of_ones_own_keeps_its_batch_size_inside_an_epoch() -> N
     at_the_end = taken_up(loaders[:1], loaders[1], num_batches=8)
     assert position_of(at_the_end.source) == (1, 0)
     assert at_the_end.train(1, epoch=1) == [[0, 1, 2, 3, 4, 5, 6, 7]]
+
+
+class DrawnWhenAsked(Sampler[int]):
+    """Draws each index from the global generator when it is asked for it."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[int]:
+        return (int(torch.randint(1000, ())) for _ in range(8))
+
+
+@pytest.mark.parametrize("num_batches", [1, 2, 3])
+def test_an_index_that_is_drawn_when_it_is_asked_for_is_not_drawn_twice(
+    tmp_path: Path, num_batches: int
+) -> None:
+    def run(directory: Path, batch_size: int, leave_after: int = 9) -> list[int]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        options: Any = {"loop_variables": "off", "allow_changes": {"batch_size"}, "save_every": 1}
+        loader = DataLoader(Numbers(1000), batch_size, sampler=DrawnWhenAsked())
+        seen: list[int] = []
+        with Checkpointer(directory, model=model, optimizer=optimizer, **options) as checkpointer:
+            for batch in checkpointer.batches(loader, epochs=1):
+                seen += batch.tolist()
+                checkpointer.step()
+                if checkpointer.progress.step == leave_after:
+                    break
+        return seen
+
+    used = run(tmp_path / "run", 2, num_batches)
+    assert used + run(tmp_path / "run", 4) == run(tmp_path / "whole", 2)
 
 
 def test_the_error_names_the_change_that_cannot_be_followed() -> None:
