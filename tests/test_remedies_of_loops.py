@@ -639,3 +639,93 @@ def test_loaders_are_zipped_as_before(tmp_path: Path, remedy: Remedy) -> None:
         run("a", "b", leave_after=3)
     remedy.of(run, "a", "b", "c")
     assert run("a", "b") == 8
+
+
+class InHalves:
+    """A batch sampler of the user's: even samples, then odd ones."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = [*range(0, 8, 2), *range(1, 8, 2)]
+        for begin in range(0, len(order), self.batch_size):
+            yield order[begin : begin + self.batch_size]
+
+    def __len__(self) -> int:
+        return 8 // self.batch_size
+
+
+@pytest.mark.remedy("Restore the former settings until the epoch is over")
+def test_a_batch_size_changes_between_two_epochs(tmp_path: Path, remedy: Remedy) -> None:
+    allowed: Any = {"allow_changes": {"batch_size"}, "loop_variables": "off"}
+
+    def run(batch_size: int, leave_after: int = 99) -> list[list[int]]:
+        seen: list[list[int]] = []
+        given: Any = DataLoader(range(8), batch_sampler=InHalves(batch_size))  # type: ignore[arg-type]
+        with Parts().make(tmp_path, **allowed) as checkpointer:
+            for batch in checkpointer.batches(given, epochs=2):
+                if checkpointer.progress.step == leave_after:
+                    break
+                seen.append(batch.tolist())
+                checkpointer.step()
+        return seen
+
+    assert run(2, leave_after=3) == [[0, 2], [4, 6], [1, 3]]
+    remedy.of(run, 4)
+    assert run(2, leave_after=4) == [[5, 7]]
+    assert run(4) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+class Turned(Sampler[int]):
+    """An order of the user's that can begin anywhere; its name does not say where it is turned."""
+
+    def __init__(self, turn: int) -> None:
+        self.turn = turn
+
+    def iterate_from(self, position: int) -> Iterator[int]:
+        return ((each + self.turn) % 16 for each in range(position, 16))
+
+    def order_name(self) -> dict[str, Any]:
+        return {"kind": "turned", "length": 16}
+
+    def __iter__(self) -> Iterator[int]:
+        return self.iterate_from(0)
+
+    def __len__(self) -> int:
+        return 16
+
+
+@pytest.mark.remedy("Check the sampler, or pass on_divergence='warn'")
+def test_a_sampler_gives_the_same_order_again(
+    tmp_path: Path, remedy: Remedy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The journal compares attempts of one program; a worker of pytest-xdist has no file.
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
+    interrupted, changed = tmp_path / "interrupted", tmp_path / "changed"
+
+    def run(
+        directory: Path, turn: int, batch_size: int = 4, leave_after: int = 99, **options: Any
+    ) -> list[int]:
+        given = {"allow_changes": {"batch_size"}, "loop_variables": "off", "save_every": 2}
+        seen: list[int] = []
+        with Parts().make(directory, **{**given, **options}) as checkpointer:
+            turned: Any = loader(16, batch_size=batch_size, sampler=Turned(turn))
+            for batch in checkpointer.batches(turned, epochs=1):
+                seen += batch.tolist()
+                checkpointer.step()
+                if checkpointer.progress.step == leave_after:
+                    raise ZeroDivisionError
+        return seen
+
+    with pytest.raises(ZeroDivisionError):
+        run(interrupted, 0, batch_size=2, leave_after=5)
+    shutil.copytree(interrupted, changed)
+    raises: Any = {"save_every": 1, "on_divergence": "raise"}
+    shutil.rmtree(interrupted / "step-00000004")
+    shutil.rmtree(changed / "step-00000004")
+    copy = Path(shutil.copytree(changed, tmp_path / "warned"))
+    text = remedy.of(run, changed, 8, **raises)
+    assert run(interrupted, 0, **raises) == [*range(4, 16)]
+    name, value = re.findall(r"(\w+)='(\w+)'", text)[0]
+    assert run(copy, 8, save_every=1, **{name: value}) == [*range(12, 16), *range(8)]

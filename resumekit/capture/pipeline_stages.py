@@ -58,7 +58,7 @@ def union(where: str, states: Sequence[Any]) -> Any:
                     where,
                     found=f"{describe(first)} and {describe(other)} of two groups of ranks",
                     expected="the same from all groups",
-                    remedy="Give the component a method merge_state_dicts",
+                    remedy="Make the component a ComponentState with the method merge_state_dicts",
                 )
         return first
     names = dict.fromkeys(name for state in states for name in state)
