@@ -332,10 +332,6 @@ _REASONS = {
         "Choose a directory that this job may write to",
         "Split the matrix",
     ),
-    "not followed yet: it needs a run of that framework": (
-        "Save more often (--save-every), or kill it later",
-        "Save more often (--save-every), or train longer",
-    ),
     "integration/user_scripts/test_sharded_moments.py follows it": ('pass per_rank={"{}"}',),
     "the error needs a process that dies, a race or a slow disk": (
         "Start the job again: it continues from its newest checkpoint",
