@@ -26,6 +26,7 @@ from resumekit.capture.user_state.encoding import (
     LiveClasses,
     can_be_made,
     module_of,
+    parts_in,
 )
 from resumekit.capture.user_state.value_types import (
     CONSTANTS,
@@ -65,6 +66,7 @@ class Decoder:
         data: what is next to it.
         walk: of the live objects.
         device: where tensors are made that were on a device.
+        kept: live values that stay as they are: what they refer to is not filled.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Decoder:
         data: Sequence[Any],
         walk: Walk,
         device: torch.device | None,
+        kept: Iterable[Any] = (),
     ) -> None:
         self._where = where
         self._nodes, self._data = nodes, data
@@ -85,7 +88,8 @@ class Decoder:
         self._uses = Counter(map(address_of, tensors))
         self._actions: list[Callable[[], Any]] = []
         self._assigned: list[tuple[Slot, Any]] = []
-        self._taken: dict[int, Any] = {}  # live objects that a node fills, by id
+        # Live objects that a node fills, or none may, by id.
+        self._taken = {id(part): part for each in kept for part in parts_in(each)}
 
     def run(self) -> None:
         """Changes the live objects.
@@ -427,7 +431,7 @@ class Decoder:
         return live
 
     def _take(self, live: Any) -> bool:
-        """Whether no other node fills this live object: two that were one there are two again."""
+        """Whether it may be filled: what two nodes fill, or another value keeps, is two again."""
         if id(live) in self._taken:
             return False
         self._taken[id(live)] = live

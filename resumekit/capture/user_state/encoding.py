@@ -476,19 +476,24 @@ def _is_text(value: Any) -> bool:
 
 def classes_in(value: Any) -> dict[type, int]:
     """How many objects of each class a value is made of, containers and plain values apart."""
-    found, waiting, met = dict[type, int](), [value], set[int]()
+    kinds = (class_of(each) for each in parts_in(value))
+    return Counter(each for each in kinds if kind_of_class(each) not in _ALWAYS_MADE)
+
+
+def parts_in(value: Any) -> Iterator[Any]:
+    """A value, and what containers, arrays of objects, methods and partials in it refer to."""
+    waiting, met = [value], set[int]()
     while waiting:
         each = waiting.pop()
+        yield each
         kind = kind_of_class(class_of(each))
         if kind is Kind.CONTAINER and id(each) not in met:
             met.add(id(each))
             waiting.extend(_items_of(each))
         elif kind is Kind.ARRAY and each.dtype == object:
             waiting.extend(each.flat)
-        elif kind not in _ALWAYS_MADE:
-            found[class_of(each)] = found.get(class_of(each), 0) + 1
-            waiting.extend(parts_of_call(each) if kind is Kind.CALL else ())
-    return found
+        elif kind is Kind.CALL:
+            waiting.extend(parts_of_call(each))
 
 
 def _items_of(container: Any) -> Iterable[Any]:

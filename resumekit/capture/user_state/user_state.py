@@ -119,6 +119,7 @@ class UserState(ComponentState):
         self._paths: dict[int, tuple[str, ReferenceType[Any]]] = {}  # of what the script made
         self._too_large: dict[str, int] = {}  # ids of values of too many objects, by path
         self._began = False
+        self._not_made: set[str] = set()  # by the script: objects that a checkpoint has
         self._parts: dict[str, dict[str, str]] = {}  # of modules, before the first batch
         self.objects: Mapping[str, Any] = {}  # that the last walk entered, by path
         self.code: Collection[Any] = ()  # functions and classes that it met and did not enter
@@ -173,7 +174,7 @@ class UserState(ComponentState):
     def replace(self, holders: Mapping[str, Any]) -> None:
         """Other objects under the same names; what the first ones held stays the baseline."""
         self._holders = {name: _as_holder(each) for name, each in holders.items()}
-        self._known = {**self._walk().kinds(), **self._known}
+        self._note_known(self._walk())
 
     def extend_baseline(self, holders: Mapping[str, Any], *, is_script: bool = True) -> Walk:
         """Other objects under these names; values that were not there before are the script's.
@@ -192,11 +193,17 @@ class UserState(ComponentState):
                 self._note_first(path, each)
                 if each.is_plain and _is_small(each.value):
                     self._made[path] = self._kept(each.value)
-        self._known = {**found.kinds(), **self._known}
+        self._note_known(found)
         alive = {each: path for each, path in self._paths.items() if path[1]() is not None}
         self._paths = {**alive, **paths_of(found.objects)}
         self._unsaved_from_start |= found.unsaved()
         return found
+
+    def _note_known(self, found: Walk, *, but: Collection[str] = ()) -> None:
+        """Each launch makes these objects by itself, but for those of a checkpoint."""
+        for path, kind in found.kinds().items():
+            if path not in self._not_made and not (but and is_below(path, but)):
+                self._known.setdefault(path, kind)
 
     def _note_first(self, path: str, seen: Seen) -> None:
         if path not in self._first:
@@ -424,9 +431,7 @@ class UserState(ComponentState):
         self._unsaved_from_start |= found.unsaved()
         self._parts = {**parts_of_modules(found.objects), **self._parts}
         appended = found.listed - self._known.keys()  # not each launch does it here
-        kinds = found.kinds().items()
-        made = {path: kind for path, kind in kinds if not appended or not is_below(path, appended)}
-        self._known = {**made, **self._known}
+        self._note_known(found, but=appended)
         return tuple(restored)
 
     def _rest(self, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -446,7 +451,10 @@ class UserState(ComponentState):
         """
         given = [*self._scope.foreign(), *(each.value for each in self._holders.values())]
         table = read_nodes(self.key, saved, [entry[3] for entry in saved["slots"]])
-        decoder = Decoder(self.key, *table, found, device_of(given))
+        paths = {label_of(entry) for entry in saved["slots"]}
+        kept = [e.value for path, e in found.seen.items() if e.is_known and path not in paths]
+        decoder = Decoder(self.key, *table, found, device_of(given), kept)
+        self._not_made.update(node[1] for node in table[0] if node[0] in ("new", "copy"))
         restored: list[str] = []
         for entry in saved["slots"]:
             slot = self._slot(entry, found)

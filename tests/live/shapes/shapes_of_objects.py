@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import schedule_module
 import torch
 from tiny_training import EPOCHS, loss_of, make, run_as_script, step
@@ -224,6 +225,44 @@ def namespace_of_arguments(directory, *, record, **options):
         step(ckpt, optimizer, loss)
         args.scale = 0.6 * args.scale + 0.2 * loss.item()
         args.best = min(getattr(args, "best", 1.0), loss.item())
+        record(loss, model)
+
+
+class Best:
+    """The best loss; nothing else makes one than training."""
+
+    def __init__(self, loss):
+        self.loss = loss
+
+
+def object_that_training_makes(directory, *, record, **options):
+    """The variable is None at the start, and a checkpoint makes the object again."""
+    model, optimizer, loader = make()
+    best = None
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    for _ in ckpt.epochs(EPOCHS):
+        for batch in ckpt.batches(loader):
+            loss = loss_of(model, batch) * (1.0 if best is None else 0.5 + best.loss % 1)
+            step(ckpt, optimizer, loss)
+            if best is None or loss < best.loss:
+                best = Best(loss.item())
+            record(loss, model)
+
+
+def names_of_one_list_that_part(directory, *, record, **options):
+    """Two variables begin as one list; training binds one of them to another."""
+    model, optimizer, loader = make()
+    start = np.zeros(2), [1.0, 1.0], {"loss": 1.0}, bytearray(b"11")
+    array, values, named, numbers = start
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    for batch in ckpt.batches(loader, epochs=EPOCHS):
+        parts = [float(each) for each in (array[0], values[0], named["loss"], numbers[0])]
+        first = [float(each) for each in (start[0][0], start[1][0], start[2]["loss"], start[3][0])]
+        loss = loss_of(model, batch) * (0.5 + (sum(parts) + 2 * sum(first)) % 1)
+        step(ckpt, optimizer, loss)
+        now = loss.item()
+        array, values, named = np.full(2, now), [now, now], {"loss": now}
+        numbers = bytearray([int(10 * now) % 256, 1])
         record(loss, model)
 
 

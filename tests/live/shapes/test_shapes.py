@@ -69,6 +69,8 @@ EXACT = {
     """,
     "shapes_of_objects": """
         dataclass_with_aliases
+        object_that_training_makes
+        names_of_one_list_that_part
         object_with_slots
         ring_of_objects
         class_attribute
