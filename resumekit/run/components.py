@@ -271,7 +271,7 @@ class RunComponents:
             streams: whether what its streams read is taken as well.
         """
         for source in feed.sources:
-            self._loader_state.add(user_objects(source))
+            self._loader_state.add(user_objects(source), self.variables.first_of)
             if streams:
                 source.follow_objects(self._follow_stream)
 

@@ -20,6 +20,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from resumekit.capture import (
     SCALARS,
@@ -329,8 +330,25 @@ class LoopVariables(UserState):
             found = {**found, "slots": [], "nodes": "", "data": [], "lost": []}
         self._release()
         # A value that training has written is the checkpoint's, whatever the script begins with.
-        script = {"sites": self._sites, "digests": digests}
+        script = {"sites": self._sites, "digests": digests, "loaders": self._paths_of_loaders()}
         return {**found, "first": {}, "at_epoch": at_epoch, "script": script}
+
+    def _paths_of_loaders(self) -> dict[str, str]:
+        """Where variables that were there before the loop lead to its loaders, by their names."""
+        owner = self._owner()
+        sources = () if owner is None else owner._sources
+        found = {each.name: self._paths.get(id(each.loader)) for each in sources}
+        return {name: known[0] for name, known in found.items() if known and known[1]()}
+
+    def loaders(self) -> dict[str, Any]:
+        """The loaders of a checkpoint that variables lead to, by name, until it is restored.
+
+        The first lines of an epoch may change what they hold before their first batch.
+        """
+        saved = {} if self._saved is None else self._saved["script"].get("loaders", {})
+        there = {path: reference() for path, reference in self._paths.values()}
+        found = {name: there.get(str(path)) for name, path in saved.items()}
+        return {name: each for name, each in found.items() if isinstance(each, DataLoader)}
 
     def _at_epoch_start(self) -> list[list[Any]]:
         """The plain values that attributes had when the epoch began, where they have others now."""
@@ -391,7 +409,9 @@ class LoopVariables(UserState):
     def check_state_dict(self, state: Any) -> None:
         super().check_state_dict(state)
         require_fields(self.key, state, {"script": dict, "at_epoch": list})
+        loaders = state["script"].get("loaders", {})
         require_fields(self.key, state["script"], {"sites": list, "digests": dict})
+        require_fields(self.key, {"loaders": loaders}, {"loaders": dict})
         for each in state["script"]["sites"]:
             Site.from_plain(each)
         for entry in (*state["slots"], *state["at_epoch"]):

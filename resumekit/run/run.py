@@ -322,6 +322,10 @@ class Run:
         self._components.follow(feed, streams=False)
         self.variables.enter(owner)
 
+    def open_loader(self, loader: Any, name: str) -> None:
+        """Restores a loader's objects as an epoch begins, before its first line runs."""
+        self._components.follow(self.position.open(loader, name), streams=False)
+
     def let_framework_drive(self) -> None:
         """A framework runs the loop: its functions are on the stack, and not the user's."""
         self.is_driven = True

@@ -255,6 +255,8 @@ class StepBoundary:
         self._has_no_loop = not continues and not self._run.is_driven
         if not continues:
             self._run.restore_again()
+            for name, loader in self._run.variables.loaders().items():
+                self._run.open_loader(loader, name)
             self._run.position.witness_epoch()
             self._run.restore_random()
         if not self._run.is_driven:  # the code before the first batch is the user's

@@ -125,13 +125,13 @@ class UserState(ComponentState):
         self.code: Collection[Any] = ()  # functions and classes that it met and did not enter
         self._take_baseline()
 
-    def _take_baseline(self) -> None:
+    def _take_baseline(self) -> Walk:
         self._first: dict[str, Any] = {}  # digests of what the script made, by path
         self._classes: dict[str, dict[type, int]] = {}  # of what is no plain value in it
         self._made: dict[str, Any] = {}
         self._known: dict[str, str] = {}
         self._unsaved_from_start: set[str] = set()
-        self.extend_baseline(self._holders)
+        return self.extend_baseline(self._holders)
 
     @property
     def _baseline(self) -> tuple[dict[str, Any], ...]:
@@ -153,10 +153,16 @@ class UserState(ComponentState):
         self._scope = replace(self._scope, code=code)
         self.extend_baseline({**holders, **self._holders})
 
-    def add(self, holders: Mapping[str, Any]) -> None:
+    def add(
+        self, holders: Mapping[str, Any], first_of: Callable[[Any, Slot], Any] | None = None
+    ) -> None:
         """More holders, as they are now; state that was loaded for them is restored next.
 
         A name that another object had before is that of the new object from now on.
+
+        Args:
+            holders: the objects by name.
+            first_of: the digest that a slot of an object had at first; None where it is not known.
         """
         given = {name: _as_holder(each) for name, each in holders.items()}
         known = {n: h.value for n, h in self._holders.items()}
@@ -165,7 +171,12 @@ class UserState(ComponentState):
             return
         before = self._baseline
         self._holders.update(new)
-        self._take_baseline()
+        found = self._take_baseline()
+        for path, each in found.seen.items():
+            first = first_of(found.objects[each.owner], each.slot) if first_of else None
+            if first not in (None, each.digest):  # code of the epoch has changed it
+                self._first.pop(path, None)
+                self._made.pop(path, None)
         for now, then in zip(self._baseline, before, strict=True):
             kept = {path: each for path, each in then.items() if not is_below(path, new)}
             now.update(kept)
@@ -216,6 +227,12 @@ class UserState(ComponentState):
         if self._grows:
             return value if type(value) in SCALARS else ...
         return copy.deepcopy(value)
+
+    def first_of(self, owner: Any, slot: Slot) -> Any:
+        """The digest of what a slot of an object held at first; None where it is not known."""
+        path, reference = self._paths.get(id(owner), ("", None))
+        is_there = reference is not None and reference() is owner
+        return self._first.get(slot.label(path)) if is_there else None
 
     def is_large(self, seen: Seen) -> bool:
         """Whether a value takes much of what may be saved."""
@@ -451,9 +468,9 @@ class UserState(ComponentState):
         """
         given = [*self._scope.foreign(), *(each.value for each in self._holders.values())]
         table = read_nodes(self.key, saved, [entry[3] for entry in saved["slots"]])
-        paths = {label_of(entry) for entry in saved["slots"]}
-        kept = [e.value for path, e in found.seen.items() if e.is_known and path not in paths]
-        decoder = Decoder(self.key, *table, found, device_of(given), kept)
+        filled = {label_of(entry) for entry in saved["slots"]}
+        others = [e.value for path, e in found.seen.items() if e.is_known and path not in filled]
+        decoder = Decoder(self.key, *table, found, device_of(given), others)
         self._not_made.update(node[1] for node in table[0] if node[0] in ("new", "copy"))
         restored: list[str] = []
         for entry in saved["slots"]:

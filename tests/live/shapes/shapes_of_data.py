@@ -76,6 +76,38 @@ def subset_that_shrinks(directory, *, record, **options):
             record(loss, model)
 
 
+class Weighted(TensorDataset):
+    """Samples with factors that are drawn again in each epoch, and summed over the epochs."""
+
+    def __init__(self, *tensors):
+        super().__init__(*tensors)
+        self.factors, self.total = [1.0] * len(self), 0.0
+
+    def draw(self):
+        """New factors."""
+        self.factors = np.random.uniform(0.5, 1.5, len(self)).tolist()
+        self.total += sum(self.factors)
+
+    def __getitem__(self, index):
+        """The sample, with its factor."""
+        inputs, targets = super().__getitem__(index)
+        return inputs * self.factors[index], targets + self.total % 1
+
+
+def factors_of_each_epoch(directory, *, record, **options):
+    """The first line of an epoch changes the dataset of a loader that was made before."""
+    model, optimizer, loader = make()
+    data = Weighted(*loader.dataset.tensors)
+    loader = DataLoader(data, BATCH_SIZE, shuffle=True)
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    for _ in ckpt.epochs(EPOCHS):
+        data.draw()
+        for batch in ckpt.batches(loader):
+            loss = loss_of(model, batch)
+            step(ckpt, optimizer, loss)
+            record(loss, model)
+
+
 def order_drawn_by_the_script(directory, *, record, **options):
     """The loop goes over indices that NumPy has shuffled."""
     model, optimizer, loader = make()
