@@ -32,7 +32,7 @@ def operand_lines(frames: Sequence[LiveFrame], owner: Any) -> Iterator[CaptureLi
         for operand in operands(frame.code, frame.lasti):
             if operand.kind == "iterator":
                 if operand.is_current:
-                    yield from _count_lines(frame, operand)
+                    yield from _count_lines(frame, _counter_of(operand, variables))
                 elif _is_epochs(operand, variables, owner):
                     is_recomputed = True
                 elif not (is_recomputed or _is_around_run(frame, operand, variables, owner)):
@@ -82,9 +82,17 @@ def _stored_in_loop(code: CodeType, operand: Operand) -> Iterator[str]:
             yield from each.argval if isinstance(each.argval, tuple) else (str(each.argval),)
 
 
-def _count_lines(frame: LiveFrame, operand: Operand) -> Iterator[CaptureLine]:
+def _counter_of(operand: Operand, variables: dict[str, Any]) -> str:
+    """The function that counts what a loop iterates over, perhaps in a progress bar; else empty."""
+    paths = (operand.path, operand.inner_path) if operand.is_call else ()
+    held = None if operand.is_call or not operand.path else variables.get(operand.path[0])
+    inner = getattr(held, "__dict__", {}).get("iterable", held)
+    names = (*(path[-1] for path in paths if path), type(inner).__name__)
+    return next((name for name in names if name in _COUNTING), "")
+
+
+def _count_lines(frame: LiveFrame, name: str) -> Iterator[CaptureLine]:
     """A line where the count of the loop itself decides something; an absolute one is right."""
-    name = operand.path[-1] if operand.path and operand.is_call else ""
     is_absolute = name == "enumerate" and "initial" in frame.code.co_names
     if name not in _COUNTING or is_absolute:
         return

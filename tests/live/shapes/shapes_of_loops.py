@@ -58,6 +58,25 @@ def progress_bar(directory, *, record, **options):
         scale = 0.7 * scale + 0.3 * train_on(ckpt, model, optimizer, batch, scale, record)
 
 
+def count_in_a_bar(directory, *, record, **options):
+    """A progress bar is around the count."""
+    model, optimizer, loader = make()
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    for _ in ckpt.epochs(EPOCHS):
+        for index, batch in tqdm(enumerate(ckpt.batches(loader)), disable=True):
+            train_on(ckpt, model, optimizer, batch, 0.5 + index / 21, record)
+
+
+def count_in_a_variable(directory, *, record, **options):
+    """The same, of which a variable holds the bar."""
+    model, optimizer, loader = make()
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    for _ in ckpt.epochs(EPOCHS):
+        bar = tqdm(enumerate(ckpt.batches(loader)), disable=True)
+        for index, batch in bar:
+            train_on(ckpt, model, optimizer, batch, 0.5 + index / 21, record)
+
+
 def count_of_enumerate(directory, *, record, **options):
     """The count of ``enumerate``, which begins with 0 in each launch, scales the loss."""
     model, optimizer, loader = make()

@@ -207,6 +207,8 @@ REPORTED = {
     },
     "shapes_of_loops": {
         "count_of_enumerate": "index enumerate",
+        "count_in_a_bar": "index enumerate",
+        "count_in_a_variable": "index enumerate",
         "batch_fetched_ahead": "batch following ahead",
         "sum_with_an_epoch_as_operand": "total add_epochs",
         "maximum_with_an_epoch": "best best_of_epochs",
