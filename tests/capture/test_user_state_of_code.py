@@ -255,6 +255,15 @@ def test_a_checkpoint_does_not_replace_a_function_or_a_class(value: Any) -> None
     assert (one.step, one.kind) == (halve, Script)
 
 
+def test_a_class_that_holds_its_own_object_is_walked() -> None:
+    """The check of a protocol adds ``__annotations__`` to the class that is walked."""
+    kind: Any = type("Registry", (), {"instance": None, "__module__": __name__})
+    kind.instance = kind()
+    state = followed(one=Script(registry=kind))
+    kind.instance.count = 1
+    assert [entry[2] for entry in state.state_dict()["slots"]] == ["count"]
+
+
 def test_a_function_that_is_replaced_is_reported() -> None:
     one = Script(step=halve)
     saved = followed(one=one)

@@ -332,7 +332,7 @@ class _Walker:
             elif top_package(class_of(value)) not in LIBRARIES:
                 self._data_only = attributes_set_by(LIBRARIES, class_of(value))
             slots = contents(value, self._holder, in_component=in_component, is_saved=is_saved)
-            for slot, content in slots:
+            for slot, content in [*slots]:  # to look at a value may add attributes to its class
                 self._look_at(slot, content, path)
                 if slot.role is Role.MODULES:
                     self._found.listed.update(f"{path}.{name}" for name in content)
