@@ -55,6 +55,7 @@ from resumekit.state import CaptureLine, Fidelity, Slot
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.ndarray, np.generic)
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _MAX_NESTED = 1000  # values of a container that is looked through for others
+_MAX_DEPTH = 100  # of containers in each other
 
 _AT_EPOCH = "@epoch"  # ends the name of a frame's variables as they were when the epoch began
 
@@ -584,14 +585,15 @@ def _plain_variables(namespace: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(namespace).items() if _is_plain(value)}
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: Any, depth: int = 0) -> bool:
     """Whether it holds plain values alone; a tensor with a graph would keep its activations."""
     if isinstance(value, Tensor):
         return value.grad_fn is None
     if type(value) not in _CONTAINERS:
         return isinstance(value, _PLAIN)
     items = [*value.values()] if isinstance(value, dict) else [*value]
-    return len(items) <= _MAX_NESTED and all(map(_is_plain, items))
+    is_small = depth < _MAX_DEPTH and len(items) <= _MAX_NESTED
+    return is_small and all(_is_plain(each, depth + 1) for each in items)
 
 
 def _lines_of(frames: Sequence[LiveFrame], owner: Any) -> Iterator[CaptureLine]:

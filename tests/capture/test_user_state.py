@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import io
 import json
 import operator
 import random
+import sys
 import threading
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Sequence
@@ -726,3 +728,52 @@ def test_paths_of_objects_that_have_gone_are_forgotten() -> None:
     gc.collect()
     state.add({"other": Holder()})
     assert sorted(path for path, _ in state._paths.values()) == ["it", "it.part", "other"]
+
+
+def in_lists(depth: int) -> Any:
+    made: Any = 1
+    for _ in range(depth):
+        made = [made]
+    return made
+
+
+def in_objects(depth: int) -> Any:
+    made = None
+    for _ in range(depth // 2):
+        made = Holder(before=[made])
+    return made
+
+
+def in_subclasses(depth: int) -> Any:
+    made = None
+    for _ in range(depth // 4):
+        made = Ordered(before=made)
+    return made
+
+
+class Ordered(OrderedDict[str, Any]):
+    """A class with state that no attribute shows."""
+
+
+@pytest.mark.parametrize("nested", [in_lists, in_objects, in_subclasses])
+@pytest.mark.parametrize("depth", [90, 250, 5000])
+def test_what_is_nested_is_restored_or_reported(nested: Any, depth: int, stored: Any) -> None:
+    """Also where the frames of a training take a part of the calls that Python allows."""
+    limit = sys.getrecursionlimit()
+    live, other = Holder(new=None), Holder(new=None)
+    state, restored = user_state(holder=live), user_state(holder=other)
+    live.new = nested(depth)
+    sys.setrecursionlimit(len(inspect.stack()) + 800)
+    try:
+        (*lines,) = state.findings()
+        passed_on(state, restored, stored)
+    finally:
+        sys.setrecursionlimit(limit)
+    assert [each.key for each in lines] == ([] if depth == 90 else ["holder.new"])
+    assert type(other.new) is type(live.new if depth == 90 else None)
+
+
+def test_a_container_of_the_script_may_be_nested_deeply() -> None:
+    holder = Holder(value=in_lists(400))
+    (line,) = user_state(holder=holder).findings()
+    assert (line.key, line.fidelity) == ("holder.value", Fidelity.UNKNOWN)

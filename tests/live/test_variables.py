@@ -350,6 +350,34 @@ def test_a_doctored_state_is_refused(
         launched(scaled, tmp_path)
 
 
+class Link:
+    """An element of a chain."""
+
+    def __init__(self, number: int, before: Link | None) -> None:
+        self.number, self.before = number, before
+
+
+def with_chains(parts: Trained) -> None:
+    chain, lists, cycle = Link(0, None), list[Any](), list[Any]()
+    cycle.append(cycle)
+    for _ in parts.ckpt.epochs(3):
+        for batch in parts.ckpt.batches(parts.loader):
+            parts.step(batch, 0.9 ** (chain.number + len(lists) + len(cycle)))
+            for number in range(200):
+                chain, lists = Link(number % 3, chain), [lists]
+
+
+def test_chains_that_training_makes_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Records.losses = {}
+    launched(with_chains, tmp_path, 5)
+    for line in ("chain.before: lost", "lists: unknown"):
+        assert f"with_chains.{line} (nested too deeply" in caplog.text
+    launched(with_chains, tmp_path)
+    assert len(Records.losses) == 12
+
+
 # ---------------------------------------------------------------- memory
 
 

@@ -36,6 +36,8 @@ from resumekit.serialization import buffers_of, is_sharded
 _OBJECT_BYTES = 64  # of a Python object in a container, about
 MAX_OBJECTS = 50_000  # that are walked, and that are digested one by one in a value
 TOO_MANY = f"more than {MAX_OBJECTS:,} objects"
+MAX_DEPTH = 100  # of values in each other: decoding takes up to seven Python calls for each
+TOO_DEEP = "nested too deeply"
 _MAX_DIGESTED = 256 * 10**6  # bytes of a tensor or an array; of a larger one, samples
 _NUM_SAMPLES = 1 << 16
 _NUMBERS = frozenset({bool, int, float, complex, type(None)})
@@ -125,7 +127,7 @@ class Content:
             UncapturedError: a part of it has no visible content.
         """
         self._met, self._kept, self.is_plain = {}, [], True
-        self.num_objects = 0
+        self.num_objects = self._depth = 0
         self._has_generators = has_generators
         if kind_of(value) is Kind.SCALAR and not isinstance(value, (str, bytes)):
             self.is_plain = False
@@ -221,6 +223,9 @@ class Content:
         self._spend(_OBJECT_BYTES)
         if not issubclass(kind, tuple) and self._is_met(hasher, value):
             return
+        if self._depth == MAX_DEPTH:
+            raise UncapturedError(TOO_DEEP)
+        self._depth += 1
         factory = getattr(value, "default_factory", None)
         if getattr(value, "__dict__", None) or hasattr(kind, "__deepcopy__") or _is_bound(factory):
             self.is_plain = False  # a deep copy would copy more than the elements
@@ -237,6 +242,7 @@ class Content:
         elif not (self._numbers(hasher, value) or self._rows(hasher, value)):
             for index, each in enumerate(value):
                 self.feed(hasher, each, f"{path}[{index}]")
+        self._depth -= 1
 
     def _numbers(self, hasher: Any, value: Any) -> bool:
         """A long sequence of floats at once."""

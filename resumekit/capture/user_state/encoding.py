@@ -26,7 +26,13 @@ from torch import nn
 from resumekit.capture.restore import class_name, describe, is_same_class
 from resumekit.capture.rng import generator_state
 from resumekit.capture.user_state.attributes import OF_TORCH, Role, Slot, without_wrappers
-from resumekit.capture.user_state.digests import UncapturedError, global_name, reduced
+from resumekit.capture.user_state.digests import (
+    MAX_DEPTH,
+    TOO_DEEP,
+    UncapturedError,
+    global_name,
+    reduced,
+)
 from resumekit.capture.user_state.value_types import (
     CODE,
     MAPPINGS,
@@ -186,19 +192,20 @@ class Encoder:
         Raises:
             UncapturedError: it cannot be stored.
         """
-        self._left, self._is_part = Counter(first), False
+        self._left, self._is_part, self._depth = Counter(first), False, 0
         if kind_of(seen.value) in (Kind.FUNCTION, Kind.CLASS):
             raise UncapturedError(f"training changed it to {describe(seen.value)}")
         return self._whole(seen.value)
 
     def _whole(self, value: Any) -> Any:
         """The encoded value; nothing is left in the table where a part of it cannot be stored."""
-        num_nodes, num_data = len(self.nodes), len(self.data)
+        num_nodes, num_data, depth = len(self.nodes), len(self.data), self._depth
         try:
             return self._value(value)
         except UncapturedError:
             del self.nodes[num_nodes:], self.data[num_data:]
             self._indices = {k: v for k, v in self._indices.items() if v < num_nodes}
+            self._depth = depth
             raise
 
     def _has_live(self, value: Any) -> bool:
@@ -211,9 +218,13 @@ class Encoder:
             return value
         index = self._indices.get(id(value))
         if index is None:
+            self._depth += 1
+            if self._depth > MAX_DEPTH:
+                raise UncapturedError(TOO_DEEP)
             index = self._indices[id(value)] = len(self.nodes)
             self.nodes.append([])
             self.nodes[index] = self._node(kind_of(value), value)
+            self._depth -= 1
         return [index]
 
     def _next_to(self, value: Any) -> int:
