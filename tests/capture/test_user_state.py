@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import io
@@ -680,6 +681,46 @@ UNMADE: dict[str, Any] = {
     "a dict of a class": Named(count=1),
     "a tensor of a class": torch.zeros(2).as_subclass(Marked),
 }
+
+
+class Unread(Tally):
+    """An object whose state cannot be stored."""
+
+    def state_dict(self) -> Any:
+        return {"count": operator.add} if self.count else {}
+
+
+def test_what_cannot_be_stored_is_reported() -> None:
+    live = Holder(new=None, tally=Unread(), count=0)
+    state = user_state(holder=live)
+    live.new, live.tally.count = [defaultdict(functools.partial(list))], 1
+    reasons = {each.key: each.reason for each in state.findings()}
+    assert reasons["holder.new"].startswith("a defaultdict whose default_factory is no builtin")
+    assert "Unread that cannot be stored (UnsupportedValueError)" in reasons["holder.tally"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("is_made_by_script", [True, False])
+@pytest.mark.parametrize("kind", ["quantized", "nested"])
+def test_a_tensor_that_cannot_be_stored_is_reported(
+    kind: str, stored: Any, *, is_made_by_script: bool
+) -> None:
+    def made(scale: float) -> Any:
+        if kind == "nested":
+            return torch.nested.nested_tensor([torch.full((2,), scale), torch.ones(3)])
+        return torch.quantize_per_tensor(torch.full((4,), scale), 0.1, 0, torch.qint8)
+
+    def holder() -> Holder:
+        return Holder(new=made(1.0) if is_made_by_script else None, other=Holder(count=0))
+
+    live, other = holder(), holder()
+    state, restored = user_state(holder=live), user_state(holder=other)
+    live.new, live.other.count = made(2.0), 1
+    (line,) = state.findings()
+    assert line.key == "holder.new"
+    assert "a Tensor that cannot be stored" in line.reason
+    passed_on(state, restored, stored)
+    assert other.other.count == 1
 
 
 @pytest.mark.parametrize("value", UNMADE.values(), ids=UNMADE)

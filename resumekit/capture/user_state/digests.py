@@ -29,7 +29,6 @@ from resumekit.capture.user_state.value_types import (
     memory_of,
     parts_of_call,
 )
-from resumekit.errors import UnsupportedValueError
 from resumekit.live import digest_code
 from resumekit.serialization import buffers_of, is_sharded
 
@@ -52,6 +51,11 @@ class OverLimitError(Exception):
 
 class UncapturedError(Exception):
     """A value whose content cannot be read or stored."""
+
+    @classmethod
+    def for_value(cls, value: Any, error: Exception) -> UncapturedError:
+        """That reading or storing a value raised another error; classes and rare tensors do."""
+        return cls(f"a {type(value).__name__} that cannot be stored ({type(error).__name__})")
 
 
 def reduced(value: Any) -> tuple[Any, Any, Any, Any, Any]:
@@ -140,6 +144,10 @@ class Content:
         except OverLimitError:
             self._left, self._left_memory = before
             raise
+        except UncapturedError:
+            raise
+        except Exception as error:
+            raise UncapturedError.for_value(value, error) from error
         return hasher.hexdigest()
 
     def feed(self, hasher: Any, value: Any, path: str) -> None:
@@ -302,12 +310,9 @@ class Content:
         if value in self._foreign:
             return
         hasher.update(f"{value.dtype}{tuple(value.shape)}{value.device.type}".encode())
-        try:
-            for part in _dense_parts(value.detach()):
-                for piece in buffers_of(self._sampled(part)):
-                    hasher.update(piece)
-        except (RuntimeError, KeyError, UnsupportedValueError) as error:
-            raise UncapturedError(f"a tensor that cannot be stored ({value.layout})") from error
+        for part in _dense_parts(value.detach()):
+            for piece in buffers_of(self._sampled(part)):
+                hasher.update(piece)
 
     def _array(self, hasher: Any, value: Any, path: str) -> None:
         if value.dtype.hasobject:

@@ -51,6 +51,7 @@ from resumekit.capture.user_state.value_types import (
 )
 from resumekit.capture.user_state.walk import Seen, Walk
 from resumekit.errors import StateMismatchError
+from resumekit.serialization import encode
 
 NODE_SEQUENCES: dict[str, Callable[..., Any]] = {
     "tuple": tuple,
@@ -202,11 +203,13 @@ class Encoder:
         num_nodes, num_data, depth = len(self.nodes), len(self.data), self._depth
         try:
             return self._value(value)
-        except UncapturedError:
+        except Exception as error:
             del self.nodes[num_nodes:], self.data[num_data:]
             self._indices = {k: v for k, v in self._indices.items() if v < num_nodes}
             self._depth = depth
-            raise
+            if isinstance(error, UncapturedError):
+                raise
+            raise UncapturedError.for_value(value, error) from error
 
     def _has_live(self, value: Any) -> bool:
         """Whether the next launch has an object for this one: each counts once."""
@@ -228,7 +231,8 @@ class Encoder:
         return [index]
 
     def _next_to(self, value: Any) -> int:
-        """The index of what is no text."""
+        """The index of what is no text. Raises UnsupportedValueError: it cannot be stored."""
+        encode(value, where="")
         self.data.append(value)
         return len(self.data) - 1
 
@@ -336,7 +340,7 @@ class Encoder:
         name = kind.__name__
         if kind in MAPPINGS:
             factory = getattr(value, "default_factory", None)
-            if factory is not None and FACTORIES.get(factory.__name__) is not factory:
+            if factory not in (None, *FACTORIES.values()):
                 raise UncapturedError("a defaultdict whose default_factory is no builtin class")
             items = [self._item(key, each) for key, each in value.items()]
             return [name, [self._key(k) for k in value], items, factory and factory.__name__]
