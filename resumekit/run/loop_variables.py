@@ -415,11 +415,6 @@ class LoopVariables(UserState):
         require_fields(self.key, {"loaders": loaders}, {"loaders": dict})
         for each in state["script"]["sites"]:
             Site.from_plain(each)
-        for entry in (*state["slots"], *state["at_epoch"]):
-            if entry[2].startswith("__") and entry[2].endswith("__"):
-                raise StateMismatchError(
-                    self.key, found=f"a value of {entry[2]}", expected="variables of your functions"
-                )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Keeps the state until the fetch that it was saved at."""
@@ -478,6 +473,16 @@ class LoopVariables(UserState):
         if is_there:
             self._saved = None
             self._note_edited(saved)
+
+    def _slot(self, entry: Any, found: Walk) -> Any:
+        """The live slot of an entry. Raises StateMismatchError: a variable that Python sets."""
+        owner, _, name, _ = entry
+        is_variable = isinstance(found.objects.get(owner), (dict, SimpleNamespace))
+        if is_variable and name.startswith("__") and name.endswith("__"):
+            raise StateMismatchError(
+                self.key, found=f"a value of {name}", expected="variables of your functions"
+            )
+        return super()._slot(entry, found)
 
     def _note_edited(self, saved: Mapping[str, Any]) -> None:
         """One line on values that the script begins with and that are others than they were."""

@@ -388,7 +388,7 @@ def test_a_malformed_state_is_refused(state: Any) -> None:
         user_state().check_state_dict(state)
 
 
-@pytest.mark.parametrize("name", ["__class__", "step", "rate", "no name"])
+@pytest.mark.parametrize("name", ["__class__", "__dict__", "step", "rate", "no name"])
 def test_a_checkpoint_adds_no_attribute_that_the_class_defines(name: str) -> None:
     class Guarded:
         rate = property(lambda self: 1)

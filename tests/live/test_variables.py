@@ -320,6 +320,8 @@ BAD_SLOTS = {
     "a function": ["scaled", 5],
     "the run": ["ckpt", 5],
     "a dunder": ["__builtins__", 5],
+    "the class": ["__class__", 5],
+    "the file": ["__file__", "elsewhere.py"],
     "a name that is not read": ["other", 5],
     "the builtins": ["__name__", "x"],
 }
@@ -348,6 +350,25 @@ def test_a_doctored_state_is_refused(
     monkeypatch.setattr(RunComponents, "__init__", doctoring)
     with pytest.raises(ResumekitError):
         launched(scaled, tmp_path)
+
+
+class Reserved:
+    """An object with an attribute of a name that Python reserves, as pydantic's models have."""
+
+    def __init__(self) -> None:
+        self.__fields_set__ = 0
+
+
+def with_reserved(parts: Trained) -> None:
+    reserved = Reserved()
+    for batch in parts.ckpt.batches(parts.loader, epochs=3):
+        parts.step(batch, 0.9**reserved.__fields_set__)
+        reserved.__fields_set__ += 1
+
+
+def test_an_attribute_of_a_reserved_name_is_restored(tmp_path: Path) -> None:
+    expected = losses_of(with_reserved, tmp_path / "whole")
+    assert losses_of(with_reserved, tmp_path / "crashed", 5) == expected
 
 
 class Link:
