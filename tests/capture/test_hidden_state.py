@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import functools
 import io
 import json
 import operator
@@ -10,8 +11,9 @@ import os
 import struct
 import subprocess
 import sys
-from collections import UserDict
+from collections import OrderedDict, UserDict, defaultdict
 from pathlib import Path
+from types import GenericAlias
 from typing import Any
 
 import numpy as np
@@ -136,6 +138,45 @@ def test_a_checkpoint_cannot_name_what_makes_an_object(maker: str, tmp_path: Pat
     with pytest.raises(StateMismatchError):
         resumed(lambda: io.StringIO("some"), write, doctor)
     assert not trap.exists()
+
+
+class Table(defaultdict[str, Any]):
+    """A table of the user's; its factory is an argument of its class."""
+
+
+class Limits(OrderedDict[str, int]):
+    """A class that the live object's module defines."""
+
+
+@pytest.mark.parametrize(
+    ("value", "is_restored"),
+    [
+        (Table(int, count=1), True),
+        (Table(list), True),
+        (Table(Limits, first=Limits(a=1)), True),
+        (Table(Keeper), False),
+        (Table(functools.partial(list)), False),
+        (GenericAlias(dict, (str, int)), True),
+        (GenericAlias(Keeper, (str,)), False),
+    ],
+)
+def test_an_object_that_training_makes_is_made_again_or_reported(
+    value: Any, *, is_restored: bool
+) -> None:
+    """A class that is an argument has to be found again by its name."""
+
+    def change(keeper: Keeper) -> None:
+        keeper.value = value
+
+    keeper = Keeper(None)
+    state = of(keeper)
+    change(keeper)
+    assert [each.key for each in state.findings()] == ([] if is_restored else ["keeper.value"])
+    found = resumed(lambda: None, change)
+    assert (type(found), found) == ((type(value), value) if is_restored else (type(None), None))
+    assert getattr(found, "default_factory", None) is (
+        getattr(value, "default_factory", None) if is_restored else None
+    )
 
 
 SCRIPT = """

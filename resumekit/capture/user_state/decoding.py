@@ -25,6 +25,7 @@ from resumekit.capture.user_state.encoding import (
     NODE_SEQUENCES,
     LiveClasses,
     can_be_made,
+    maker_of,
     module_of,
     parts_in,
 )
@@ -33,7 +34,6 @@ from resumekit.capture.user_state.value_types import (
     Kind,
     is_namedtuple,
     kind_of,
-    kind_of_class,
     memory_of,
     parts_of_call,
 )
@@ -300,12 +300,10 @@ class Decoder:
             raise self._mismatch(path, f"no copy of {name}: {error}", "one") from error
 
     def _code(self, node: Sequence[Any], live: Any, path: str) -> Any:
-        """What a live object is made by, or a class with hidden state of a live object's module."""
-        found = self._walk.makers.get(node[1])
+        """What a live object is made by, or a class that may make one."""
+        found = self._walk.makers.get(node[1]) or maker_of(node[1], self._classes)
         if found is None:
-            found = self._classes.get(node[1])
-            if found is None or kind_of_class(found) is not Kind.REDUCED:
-                raise self._mismatch(path, f"no live object that {node[1]!r:.60} makes", "one")
+            raise self._mismatch(path, f"no live object that {node[1]!r:.60} makes", "one")
         return found
 
     def _reduced(self, node: Sequence[Any], live: Any, path: str) -> Any:

@@ -134,6 +134,16 @@ class LiveClasses:
         return found
 
 
+def maker_of(name: str, classes: LiveClasses) -> Any:
+    """The class of this full name, if it has hidden state or is a builtin one; otherwise None.
+
+    The constructors of other classes may do anything.
+    """
+    found = classes.get(name)
+    has_hidden_state = found is not None and kind_of_class(found) is Kind.REDUCED
+    return found if has_hidden_state else FACTORIES.get(name.removeprefix("builtins."))
+
+
 def module_of(name: str, walk: Walk, known: Container[str]) -> nn.Module | None:
     """The first live module of a class, among those at known paths and those saved elsewhere."""
     modules = (each for path, each in walk.objects.items() if path in known)
@@ -193,7 +203,7 @@ class Encoder:
         Raises:
             UncapturedError: it cannot be stored.
         """
-        self._left, self._is_part, self._depth = Counter(first), False, 0
+        self._left, self._has_makers, self._depth = Counter(first), False, 0
         if kind_of(seen.value) in (Kind.FUNCTION, Kind.CLASS):
             raise UncapturedError(f"training changed it to {describe(seen.value)}")
         return self._whole(seen.value)
@@ -285,17 +295,23 @@ class Encoder:
         has_live = self._has_live(value)
         if isinstance(maker, str) and has_live:
             return ["live"]
+        before = self._left, self._has_makers
         # What makes the live one may make this one too, and the parts of it.
-        is_made = has_live or self._is_part or self._classes.get(global_name(maker) or "") is maker
-        if global_name(maker) not in self._walk.makers or not is_made:
-            raise UncapturedError(f"{describe(value)} in it cannot be saved")
-        before = self._left, self._is_part
-        self._left, self._is_part = Counter(), True
+        self._left, self._has_makers = Counter(), has_live or self._has_makers
         try:
+            name = self._maker(maker)
             encoded = [self._part(each) for each in content]
         finally:
-            self._left, self._is_part = before
-        return ["reduced", class_name(value), global_name(maker), encoded]
+            self._left, self._has_makers = before
+        return ["reduced", class_name(value), name, encoded]
+
+    def _maker(self, code: Any) -> str:
+        """The name of a function or a class that makes an object, where a resume finds it."""
+        name = global_name(code)
+        is_live = self._has_makers and self._walk.makers.get(name) is code
+        if not is_live and maker_of(name, self._classes) is not code:
+            raise UncapturedError(f"{name} that no launch can find by its name")
+        return name
 
     def _part(self, value: Any) -> Any:
         """A part of what makes an object, see ``Content``."""
@@ -304,9 +320,8 @@ class Encoder:
             index = len(self.nodes) - 1
             self.nodes[index][1] = [self._part(each) for each in value]
             return [index]
-        name = global_name(value)
-        if name and self._walk.makers.get(name) is value:
-            self.nodes.append(["code", name])
+        if global_name(value):
+            self.nodes.append(["code", self._maker(value)])
             return [len(self.nodes) - 1]
         return self._value(value)
 
