@@ -179,6 +179,56 @@ def test_an_object_that_training_makes_is_made_again_or_reported(
     )
 
 
+class Cache(OrderedDict[str, int]):
+    """A cache whose class needs an argument that copy and pickle do not give."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self.last = ""
+
+    def __setitem__(self, key: str, value: int) -> None:
+        super().__setitem__(key, value)
+        self.last = key
+        if len(self) > self.size:
+            self.popitem(last=False)
+
+
+class Groups(defaultdict[str, Any]):
+    """A table whose class gives the factory itself."""
+
+    def __init__(self) -> None:
+        super().__init__(list)
+        self.name = "groups"
+
+
+@pytest.mark.parametrize("made", [lambda: Cache(3), Groups])
+def test_an_object_of_the_launch_is_filled_where_its_class_cannot_make_one(made: Any) -> None:
+    def change(keeper: Keeper) -> None:
+        for key in "abca":
+            keeper.value[key] = ord(key)
+        keeper.value.pop("b")
+
+    expected = Keeper(made())
+    change(expected)
+    found = resumed(made, change)
+    assert (type(found), [*found.items()]) == (type(expected.value), [*expected.value.items()])
+    assert vars(found) == vars(expected.value)
+
+
+@pytest.mark.parametrize("made", [lambda: Cache(2), Groups])
+def test_an_object_that_its_class_cannot_make_is_reported(made: Any) -> None:
+    def change(keeper: Keeper) -> None:
+        keeper.value = made()
+
+    keeper = Keeper(None)
+    state = of(keeper)
+    change(keeper)
+    (line,) = state.findings()
+    assert (line.key, line.fidelity) == ("keeper.value", Fidelity.LOST)
+    assert resumed(lambda: None, change) is None
+
+
 SCRIPT = """
 import datasets
 from resumekit.capture import UserState

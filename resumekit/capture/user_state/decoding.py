@@ -19,6 +19,7 @@ from torch import nn
 from resumekit.capture.restore import Restorer, class_name, describe, fits, is_same_class
 from resumekit.capture.rng import new_generator, set_generator_state
 from resumekit.capture.user_state.attributes import Role, Slot
+from resumekit.capture.user_state.digests import reduced
 from resumekit.capture.user_state.encoding import (
     FACTORIES,
     NODE_MAPPINGS,
@@ -31,6 +32,8 @@ from resumekit.capture.user_state.encoding import (
 )
 from resumekit.capture.user_state.value_types import (
     CONSTANTS,
+    MAPPINGS,
+    SEQUENCES,
     Kind,
     is_namedtuple,
     kind_of,
@@ -318,6 +321,10 @@ class Decoder:
         if keeps and _is(live, name) and not items and not pairs and self._take(live):
             self._actions.append(lambda: live.__setstate__(state))
             return live
+        keeps = maker is type(live) and hasattr(maker, "clear") and reduced(live)[1] == arguments
+        if keeps and self._take(live):
+            self._actions.append(lambda: _refill(live, state, items or (), pairs or ()))
+            return live
         try:
             made = maker(*arguments)
             _set_content(made, state, items or (), pairs or ())
@@ -444,8 +451,17 @@ class Decoder:
         )
 
 
+def _refill(live: Any, state: Any, items: Iterable[Any], pairs: Iterable[Any]) -> None:
+    """Gives a live object other content; what makes a new one would have the same arguments."""
+    _builtin_base(live).clear(live)
+    if state is not None:
+        getattr(live, "__dict__", {}).clear()
+    _set_content(live, state, items, pairs)
+
+
 def _set_content(made: Any, state: Any, items: Iterable[Any], pairs: Iterable[Any]) -> None:
-    """Gives a new object its content, as ``copy.copy`` does."""
+    """Gives a new object its content, as ``copy.copy`` does; skips the user's ``__setitem__``."""
+    base = _builtin_base(made)
     if state is not None and hasattr(made, "__setstate__"):
         made.__setstate__(state)
     elif state is not None:
@@ -454,9 +470,15 @@ def _set_content(made: Any, state: Any, items: Iterable[Any], pairs: Iterable[An
         for name, value in slots.items():
             setattr(made, name, value)
     for each in items:
-        made.append(each)
+        base.append(made, each)
     for key, value in pairs:
-        made[key] = value
+        base.__setitem__(made, key, value)
+
+
+def _builtin_base(value: Any) -> Any:
+    """The container that the class of an object is derived from; the class where it is of none."""
+    kinds = type(value).__mro__
+    return next((each for each in kinds if each in (*SEQUENCES, *MAPPINGS)), kinds[0])
 
 
 def device_of(objects: Iterable[Any]) -> torch.device | None:

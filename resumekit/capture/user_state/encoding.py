@@ -10,6 +10,7 @@ next to it, and the node has its index. No class is looked up by a name from the
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import math
 import sys
@@ -295,6 +296,8 @@ class Encoder:
         has_live = self._has_live(value)
         if isinstance(maker, str) and has_live:
             return ["live"]
+        if not (has_live or _takes(maker, content[0])):
+            raise UncapturedError(f"{describe(value)} whose class needs other arguments")
         before = self._left, self._has_makers
         # What makes the live one may make this one too, and the parts of it.
         self._left, self._has_makers = Counter(), has_live or self._has_makers
@@ -524,6 +527,19 @@ def parts_in(value: Any) -> Iterator[Any]:
             waiting.extend(each.flat)
         elif kind is Kind.CALL:
             waiting.extend(parts_of_call(each))
+
+
+def _takes(maker: Any, arguments: Sequence[Any]) -> bool:
+    """Whether a callable can be called with these arguments, as far as its signature says."""
+    try:
+        signature = inspect.signature(maker)
+    except ValueError:  # of C
+        return True
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def _items_of(container: Any) -> Iterable[Any]:
