@@ -672,6 +672,10 @@ class Marked(torch.Tensor):
     """A tensor of a class of its own."""
 
 
+class Dice(random.Random):
+    """A random generator of a class of its own."""
+
+
 UNMADE: dict[str, Any] = {
     "an object with a state": Tally(1),
     "a grad scaler": torch.amp.GradScaler("cpu"),
@@ -680,6 +684,7 @@ UNMADE: dict[str, Any] = {
     "a text of a class": type("Text", (str,), {})("text"),
     "a dict of a class": Named(count=1),
     "a tensor of a class": torch.zeros(2).as_subclass(Marked),
+    "a generator of a class": Dice(1),
 }
 
 

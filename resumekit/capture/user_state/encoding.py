@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from resumekit.capture.restore import class_name, describe, is_same_class
-from resumekit.capture.rng import generator_state
+from resumekit.capture.rng import generator_state, new_generator
 from resumekit.capture.user_state.attributes import OF_TORCH, Role, Slot, without_wrappers
 from resumekit.capture.user_state.digests import (
     MAX_DEPTH,
@@ -276,7 +276,7 @@ class Encoder:
         if kind is Kind.ARRAY and value.dtype == object:
             return ["objects", list(value.shape), self._items(value.flat)]
         if kind is Kind.GENERATOR:
-            return ["generator", class_name(value), self._next_to(generator_state(value))]
+            return self._generator(value)
         if not self._has_live(value):
             raise UncapturedError(f"{describe(value)} in it cannot be saved")
         if kind is Kind.STATEFUL and value not in self._foreign:
@@ -284,6 +284,12 @@ class Encoder:
         if kind in (Kind.LEAF, Kind.STATEFUL) or is_tensor:
             return ["live"]
         raise UncapturedError(f"{describe(value)} in it cannot be saved")
+
+    def _generator(self, value: Any) -> list[Any]:
+        name, state = class_name(value), generator_state(value)
+        if not self._has_live(value) and new_generator(name, state) is None:
+            raise UncapturedError(f"{describe(value)} that training made")
+        return ["generator", name, self._next_to(state)]
 
     def _call(self, value: Any) -> list[Any]:
         if cache_size(value):
