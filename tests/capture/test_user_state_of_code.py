@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -262,6 +263,38 @@ def test_a_class_that_holds_its_own_object_is_walked() -> None:
     state = followed(one=Script(registry=kind))
     kind.instance.count = 1
     assert [entry[2] for entry in state.state_dict()["slots"]] == ["count"]
+
+
+class Phase(Enum):
+    """An enumeration whose members count."""
+
+    WARM = "warm"
+    MAIN = "main"
+
+    def __init__(self, _: str) -> None:
+        self.hits = 0
+
+
+class Mode(str, Enum):
+    """Members that are texts."""
+
+    FAST = "fast"
+
+
+@pytest.mark.parametrize("member", [Phase.WARM, Mode.FAST])
+@pytest.mark.parametrize("make", [lambda m: m, lambda m: [m], lambda m: {m: 1}, type])
+def test_the_attributes_of_a_member_are_restored(make: Any, member: Any, stored: Any) -> None:
+    member.hits = 0
+    state = followed(one=Script(value=make(member)))
+    member.hits = 3
+    saved = state.state_dict()
+    assert [entry[2] for entry in saved["slots"]] == ["hits"]
+    member.hits = 0
+    live = followed(one=Script(value=make(member)))
+    live.check_state_dict(stored(saved))
+    live.load_state_dict(stored(saved))
+    live.restore_now()
+    assert member.hits == 3
 
 
 def test_a_function_that_is_replaced_is_reported() -> None:

@@ -333,6 +333,10 @@ def contents(
         yield from _of_class(owner)
     elif isinstance(owner, OF_TORCH):
         yield from _with_values(_slots_of_torch(owner, is_saved=is_saved))
+    elif isinstance(owner, Enum):  # not what the module enum keeps in each member
+        for name, value in vars(owner).items():
+            if not _is_of_enum(name):
+                yield Slot(owner, Role.ATTRIBUTE, name), value
     elif owner is not holder.value and _is_simple(class_of(owner)):  # most objects
         for name, value in vars(owner).items():
             yield Slot(owner, Role.ATTRIBUTE, name), value
@@ -384,6 +388,11 @@ def _of_class(kind: type) -> Iterator[tuple[Slot, Any]]:
         is_own = not (name.startswith("__") and name.endswith("__")) and name[:5] != "_abc_"
         if is_own and not (inspect.isroutine(value) or inspect.isdatadescriptor(value)):
             yield Slot(kind, Role.ATTRIBUTE, name), value
+
+
+def _is_of_enum(name: str) -> bool:
+    """Whether the module ``enum`` reserves this name; the value of a member is the user's."""
+    return name.startswith("_") and name.endswith("_") and name != "_value_"
 
 
 # What torch keeps in these, their components save; the position of a loader is part of the data.

@@ -6,6 +6,7 @@ import copyreg
 import struct
 from collections import deque
 from collections.abc import Callable, Container
+from enum import Enum
 from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
@@ -133,7 +134,7 @@ class Content:
         self._met, self._kept, self.is_plain = {}, [], True
         self.num_objects = self._depth = 0
         self._has_generators = has_generators
-        if kind_of(value) is Kind.SCALAR and not isinstance(value, (str, bytes)):
+        if kind_of(value) is Kind.SCALAR and not isinstance(value, (str, bytes, Enum)):
             self.is_plain = False
             ignored = self._ignore_floats and isinstance(value, np.floating)
             return "float" if ignored else (type(value).__name__, repr(value))
@@ -154,7 +155,7 @@ class Content:
         """Adds the content of a value to a digest."""
         kind = kind_of(value)
         if kind is Kind.SCALAR:
-            self._scalar(hasher, value)
+            self._scalar(hasher, value, path)
             return
         hasher.update(_tag(class_of(value)))
         if kind is Kind.CONTAINER:
@@ -208,7 +209,7 @@ class Content:
         else:
             self.feed(hasher, value, path)
 
-    def _scalar(self, hasher: Any, value: Any) -> None:
+    def _scalar(self, hasher: Any, value: Any, path: str) -> None:
         kind = class_of(value)
         if kind is float:
             hasher.update(b"f" if self._ignore_floats else struct.pack("<cd", b"f", value))
@@ -223,6 +224,8 @@ class Content:
             text = b""
         else:
             text = repr(value).encode()
+        if isinstance(value, Enum):
+            self._path_of(kind, path)  # its members may have attributes
         self._spend(_OBJECT_BYTES + len(text))
         hasher.update(_tag(kind) + struct.pack("<q", len(text)) + text)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property
 from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -349,6 +350,9 @@ class _Walker:
         elif kind is Kind.CLASS:
             for code in _code_of(value):
                 self._enter(code, path)
+            members = value.__members__ if issubclass(value, Enum) else {}
+            for name, each in members.items():
+                self.path_of(each, f"{path}.{name}")
         elif type(value) not in self._types or isinstance(value, _WITH_HOOKS):
             self._types.add(type(value))
             self._enter(type(value), path)
