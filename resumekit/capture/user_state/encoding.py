@@ -242,8 +242,7 @@ class Encoder:
         return [index]
 
     def _next_to(self, value: Any) -> int:
-        """The index of what is no text. Raises UnsupportedValueError: it cannot be stored."""
-        encode(value, where="")
+        """The index of what is no text."""
         self.data.append(value)
         return len(self.data) - 1
 
@@ -263,8 +262,9 @@ class Encoder:
     def _data(self, kind: Kind, value: Any) -> list[Any]:
         is_tensor = kind is Kind.TENSOR
         if is_tensor and value not in self._foreign:
-            if value.layout is not torch.strided:
-                raise UncapturedError(f"a tensor of layout {value.layout}")
+            if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+                what = f"{value.layout}, {value.dtype}"
+                raise UncapturedError(f"a {type(value).__name__} that cannot be stored ({what})")
             if type(value) not in _PLAIN_TENSORS and not self._has_live(value):
                 raise UncapturedError(f"{describe(value)} that training made")
             is_on_device = value.device.type != "cpu"
@@ -280,7 +280,9 @@ class Encoder:
         if not self._has_live(value):
             raise UncapturedError(f"{describe(value)} in it cannot be saved")
         if kind is Kind.STATEFUL and value not in self._foreign:
-            return ["stateful", class_name(value), self._next_to(value.state_dict())]
+            state = value.state_dict()
+            encode(state, where="")  # raises where a part of it cannot be stored
+            return ["stateful", class_name(value), self._next_to(state)]
         if kind in (Kind.LEAF, Kind.STATEFUL) or is_tensor:
             return ["live"]
         raise UncapturedError(f"{describe(value)} in it cannot be saved")
