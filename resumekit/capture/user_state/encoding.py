@@ -94,6 +94,8 @@ _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 # What a resume makes or fills without an object of the launch.
 _ALWAYS_MADE = frozenset({Kind.SCALAR, Kind.CONSTANT, Kind.BUFFER, Kind.CONTAINER, Kind.ARRAY})
 
+_WITH_PATHS = CODE | {Kind.OBJECT, Kind.MODULE}
+
 # The fields that are lists of references or plain values, or the index of a list of numbers.
 _REFERENCES = {
     **dict.fromkeys(NODE_SEQUENCES, (1,)),
@@ -519,6 +521,11 @@ def classes_in(value: Any) -> dict[type, int]:
     """How many objects of each class a value is made of, containers and plain values apart."""
     kinds = (class_of(each) for each in parts_in(value))
     return Counter(each for each in kinds if kind_of_class(each) not in _ALWAYS_MADE)
+
+
+def has_paths(value: Any) -> bool:
+    """Whether its digest depends on paths of objects, which differ between user states."""
+    return any(kind_of(each) in _WITH_PATHS for each in parts_in(value))
 
 
 def parts_in(value: Any) -> Iterator[Any]:

@@ -25,7 +25,7 @@ from resumekit.capture.user_state.attributes import (
 )
 from resumekit.capture.user_state.decoding import Decoder, device_of
 from resumekit.capture.user_state.digests import TOO_MANY, UncapturedError
-from resumekit.capture.user_state.encoding import Encoder, classes_in, read_nodes
+from resumekit.capture.user_state.encoding import Encoder, classes_in, has_paths, read_nodes
 from resumekit.capture.user_state.paths import is_below, moved_state
 from resumekit.capture.user_state.value_types import (
     SCALARS,
@@ -174,7 +174,8 @@ class UserState(ComponentState):
         found = self._take_baseline()
         for path, each in found.seen.items():
             first = first_of(found.objects[each.owner], each.slot) if first_of else None
-            if first not in (None, each.digest):  # code of the epoch has changed it
+            if first not in (None, each.digest) and not has_paths(each.value):
+                # Code of the epoch has changed it.
                 self._first.pop(path, None)
                 self._made.pop(path, None)
         for now, then in zip(self._baseline, before, strict=True):
