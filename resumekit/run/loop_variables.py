@@ -476,11 +476,10 @@ class LoopVariables(UserState):
 
     def _slot(self, entry: Any, found: Walk) -> Any:
         """The live slot of an entry. Raises StateMismatchError: a variable that Python sets."""
-        owner, _, name, _ = entry
-        is_variable = isinstance(found.objects.get(owner), (dict, SimpleNamespace))
-        if is_variable and name.startswith("__") and name.endswith("__"):
+        is_variable = isinstance(found.objects.get(entry[0]), (dict, SimpleNamespace))
+        if is_variable and entry[2].startswith("__") and entry[2].endswith("__"):
             raise StateMismatchError(
-                self.key, found=f"a value of {name}", expected="variables of your functions"
+                self.key, found=f"a value of {entry[2]}", expected="variables of your functions"
             )
         return super()._slot(entry, found)
 
@@ -594,11 +593,10 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
     """Whether it holds plain values alone; a tensor with a graph would keep its activations."""
     if isinstance(value, Tensor):
         return value.grad_fn is None
-    if type(value) not in _CONTAINERS:
+    if depth > _MAX_DEPTH or type(value) not in _CONTAINERS:
         return isinstance(value, _PLAIN)
     items = [*value.values()] if isinstance(value, dict) else [*value]
-    is_small = depth < _MAX_DEPTH and len(items) <= _MAX_NESTED
-    return is_small and all(_is_plain(each, depth + 1) for each in items)
+    return len(items) <= _MAX_NESTED and all(_is_plain(each, depth + 1) for each in items)
 
 
 def _lines_of(frames: Sequence[LiveFrame], owner: Any) -> Iterator[CaptureLine]:

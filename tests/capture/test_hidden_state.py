@@ -32,7 +32,7 @@ class Keeper:
         value: with hidden state.
     """
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any = None) -> None:
         self.value = value
 
 
