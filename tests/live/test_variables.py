@@ -371,6 +371,21 @@ def test_an_attribute_of_a_reserved_name_is_restored(tmp_path: Path) -> None:
     assert losses_of(with_reserved, tmp_path / "crashed", 5) == expected
 
 
+def test_a_run_that_no_launch_can_resume_is_reported_as_such(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train(parts: Trained) -> None:
+        for batch in parts.ckpt.batches(parts.loader, epochs=3):
+            parts.step(batch)
+            parts.model.scale = nn.Parameter(torch.ones(1))
+
+    Records.losses = {}
+    launched(train, tmp_path, 5)
+    assert "no launch can resume this run: do that before the first batch" in caplog.text
+    with pytest.raises(StateMismatchError, match="scale"):
+        launched(train, tmp_path)
+
+
 class Link:
     """An element of a chain."""
 

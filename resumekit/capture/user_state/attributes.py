@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import CellType, FrameType
@@ -512,12 +512,16 @@ def parts_of_modules(objects: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     return found
 
 
-def lines_of_changed_parts(former: Parts, objects: Mapping[str, Any]) -> Iterator[CaptureLine]:
+def lines_of_changed_parts(
+    former: Parts, objects: Mapping[str, Any], of_components: Container[int]
+) -> Iterator[CaptureLine]:
     """A line for each part of a module that differs, by its path.
 
     Args:
         former: ``parts_of_modules`` when training began.
         objects: the objects as they are, by path.
+        of_components: the ids of the modules whose ``state_dict`` components save; a resume needs
+            the same names in it.
     """
     now = parts_of_modules(objects)
     for path in former.keys() & now.keys():
@@ -532,6 +536,8 @@ def lines_of_changed_parts(former: Parts, objects: Mapping[str, Any]) -> Iterato
             new = registered(objects[path], "modules").get(name)
             if before is None and new is not None and not _has_state(new):
                 remedy += f', or pass transient={{"{key}"}}'
+            elif id(objects[path]) in of_components and (before is None or kind != "module"):
+                remedy = f"no launch can resume this run: {remedy}"
             yield CaptureLine(key, Fidelity.LOST, f"training {what} this {kind}; {remedy}")
 
 

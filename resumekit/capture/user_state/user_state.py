@@ -344,7 +344,8 @@ class UserState(ComponentState):
         lines += [each.line(path, Fidelity.LOST) for path, each in changes.problems.items()]
         if changes.found.is_cut:
             lines.append(CaptureLine(self.key, Fidelity.UNKNOWN, TOO_MANY))
-        lines += lines_of_changed_parts(self._parts, changes.found.objects)
+        of_components = changes.found.foreign.of_components
+        lines += lines_of_changed_parts(self._parts, changes.found.objects, of_components)
         return tuple(each for each in lines if not self._scope.is_transient(each.key))
 
     def _is_reported(self, owner: Any) -> bool:
