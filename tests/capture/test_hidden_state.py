@@ -208,6 +208,7 @@ def test_an_object_of_the_launch_is_filled_where_its_class_cannot_make_one(made:
         for key in "abca":
             keeper.value[key] = ord(key)
         keeper.value.pop("b")
+        keeper.value.step = 3
 
     expected = Keeper(made())
     change(expected)

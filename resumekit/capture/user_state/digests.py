@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import struct
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Container
 from enum import Enum
 from functools import cache
@@ -78,6 +78,8 @@ def reduced(value: Any) -> tuple[Any, Any, Any, Any, Any]:
         raise UncapturedError(f"a {kind.__name__} that cannot be copied ({error})") from error
     parts = (found,) if isinstance(found, str) else found
     maker, arguments, state, items, pairs = (*parts, None, None, None, None)[:5]
+    if state is None and isinstance(value, defaultdict):  # it gives none of its attributes
+        state = getattr(value, "__dict__", None) or None
     return maker, arguments, state, items and list(items), pairs and list(pairs)
 
 
