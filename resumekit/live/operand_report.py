@@ -85,8 +85,8 @@ def _stored_in_loop(code: CodeType, operand: Operand) -> Iterator[str]:
 def _counter_of(operand: Operand, variables: dict[str, Any]) -> str:
     """The function that counts what a loop iterates over, perhaps in a progress bar; else empty."""
     paths = (operand.path, operand.inner_path) if operand.is_call else ()
-    held = None if operand.is_call or not operand.path else variables.get(operand.path[0])
-    inner = getattr(held, "__dict__", {}).get("iterable", held)
+    value = None if operand.is_call or not operand.path else variables.get(operand.path[0])
+    inner = getattr(value, "__dict__", {}).get("iterable", value)
     names = (*(path[-1] for path in paths if path), type(inner).__name__)
     return next((name for name in names if name in _COUNTING), "")
 

@@ -20,7 +20,6 @@ import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from resumekit.capture import (
     SCALARS,
@@ -48,14 +47,14 @@ from resumekit.live import (
 )
 from resumekit.log import logger
 from resumekit.run.garbage_collector import collector_paused
-from resumekit.run.rebindings import Bindings, Rebindings, has_loop
+from resumekit.run.rebindings import Bindings, Rebindings, has_loop, loaders_at, paths_of_loaders
 from resumekit.state import CaptureLine, Fidelity, Slot
 
 # Plain values: all that is kept of the variables at an epoch's start. The rest is read at the save.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.ndarray, np.generic)
 _CONTAINERS = (list, tuple, dict, set, frozenset)
-_MAX_NESTED = 1000  # values of a container that is looked through for others
 _MAX_DEPTH = 100  # of containers in each other
+_MAX_NESTED = 1000  # values of a container that is looked through for others
 
 _AT_EPOCH = "@epoch"  # ends the name of a frame's variables as they were when the epoch began
 
@@ -164,16 +163,15 @@ class LoopVariables(UserState):
         self._epoch_sites = [each.site.as_plain() for each in frames]
         if self._saved is not None:
             self._set(frames, is_batch=False)
-        self._at_epoch = {
-            f"{name}{_AT_EPOCH}": Holder(SimpleNamespace(**_plain_variables(holder.value)))
-            for name, holder in _holders(frames).items()
-        }
+        self._at_epoch = {}
+        for name, holder in _holders(frames).items():
+            plain = {key: each for key, each in vars(holder.value).items() if _is_plain(each)}
+            self._at_epoch[f"{name}{_AT_EPOCH}"] = Holder(SimpleNamespace(**plain))
         if self._has_operands and self._has_batch:
             self._holders = self._all_holders(frames)
             seen = self._walk().seen
-            self._numbers_at_epoch = {
-                p: e.value for p, e in seen.items() if type(e.value) in SCALARS
-            }
+            numbers = {p: e.value for p, e in seen.items() if type(e.value) in SCALARS}
+            self._numbers_at_epoch = numbers
         least = 2 if self._has_batch else 1  # the script may have opened one beside the loop
         self._rebindings.begin_epoch(self._bound_now(frames, least=least))
         self._release()
@@ -331,15 +329,10 @@ class LoopVariables(UserState):
             found = {**found, "slots": [], "nodes": "", "data": [], "lost": []}
         self._release()
         # A value that training has written is the checkpoint's, whatever the script begins with.
-        script = {"sites": self._sites, "digests": digests, "loaders": self._paths_of_loaders()}
-        return {**found, "first": {}, "at_epoch": at_epoch, "script": script}
-
-    def _paths_of_loaders(self) -> dict[str, str]:
-        """Where variables that were there before the loop lead to its loaders, by their names."""
         owner = self._owner()
-        sources = () if owner is None else owner._sources
-        found = {each.name: self._paths.get(id(each.loader)) for each in sources}
-        return {name: known[0] for name, known in found.items() if known and known[1]()}
+        loaders = paths_of_loaders(owner._sources if owner else (), self._paths)
+        script = {"sites": self._sites, "digests": digests, "loaders": loaders}
+        return {**found, "first": {}, "at_epoch": at_epoch, "script": script}
 
     def loaders(self) -> dict[str, Any]:
         """The loaders of a checkpoint that variables lead to, by name, until it is restored.
@@ -347,9 +340,7 @@ class LoopVariables(UserState):
         The first lines of an epoch may change what they hold before their first batch.
         """
         saved = {} if self._saved is None else self._saved["script"].get("loaders", {})
-        there = {path: reference() for path, reference in self._paths.values()}
-        found = {name: there.get(str(path)) for name, path in saved.items()}
-        return {name: each for name, each in found.items() if isinstance(each, DataLoader)}
+        return loaders_at(saved, self._paths)
 
     def _at_epoch_start(self) -> list[list[Any]]:
         """The plain values that attributes had when the epoch began, where they have others now."""
@@ -474,15 +465,6 @@ class LoopVariables(UserState):
             self._saved = None
             self._note_edited(saved)
 
-    def _slot(self, entry: Any, found: Walk) -> Any:
-        """The live slot of an entry. Raises StateMismatchError: a variable that Python sets."""
-        is_variable = isinstance(found.objects.get(entry[0]), (dict, SimpleNamespace))
-        if is_variable and entry[2].startswith("__") and entry[2].endswith("__"):
-            raise StateMismatchError(
-                self.key, found=f"a value of {entry[2]}", expected="variables of your functions"
-            )
-        return super()._slot(entry, found)
-
     def _note_edited(self, saved: Mapping[str, Any]) -> None:
         """One line on values that the script begins with and that are others than they were."""
         written = set(map(label_of, saved["slots"]))
@@ -585,10 +567,6 @@ def _texts_in(code: CodeType) -> Iterator[str]:
             yield each
 
 
-def _plain_variables(namespace: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(namespace).items() if _is_plain(value)}
-
-
 def _is_plain(value: Any, depth: int = 0) -> bool:
     """Whether it holds plain values alone; a tensor with a graph would keep its activations."""
     if isinstance(value, Tensor):
@@ -610,10 +588,8 @@ def _lines_of(frames: Sequence[LiveFrame], owner: Any) -> Iterator[CaptureLine]:
 
 def _elsewhere(frames: Sequence[LiveFrame], sites: Sequence[Site]) -> StateMismatchError:
     def shown(chain: Sequence[Site]) -> str:
-        return (
-            " in ".join(f"{each.function} ({each.file}:{each.line})" for each in chain)
-            or "no user function"
-        )
+        named = (f"{each.function} ({each.file}:{each.line})" for each in chain)
+        return " in ".join(named) or "no user function"
 
     return StateMismatchError(
         Slot.VARIABLES.value,

@@ -7,13 +7,16 @@ a resumed launch has what the code before the first batch binds there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 from weakref import ReferenceType, ref
 
-from resumekit.capture import Walk, fingerprints_of
+from torch.utils.data import DataLoader
+
+from resumekit.capture import Paths, Walk, fingerprints_of
+from resumekit.data import Source
 from resumekit.run.loops import Batches, Epochs
 from resumekit.state import CaptureLine, Fidelity
 
@@ -82,6 +85,19 @@ def has_loop(value: Any) -> bool:
         return False
     items = value.values() if isinstance(value, dict) else value
     return any(isinstance(each, (Batches, Epochs)) for each in islice(items, _MAX_ITEMS))
+
+
+def paths_of_loaders(sources: Iterable[Source], paths: Paths) -> dict[str, str]:
+    """Where variables that were there before the loop lead to its loaders, by their names."""
+    found = {each.name: paths.get(id(each.loader)) for each in sources}
+    return {name: known[0] for name, known in found.items() if known and known[1]()}
+
+
+def loaders_at(saved: Mapping[str, Any], paths: Paths) -> dict[str, Any]:
+    """The loaders at those paths, by name; see ``paths_of_loaders``."""
+    there = {path: reference() for path, reference in paths.values()}
+    found = {name: there.get(str(path)) for name, path in saved.items()}
+    return {name: each for name, each in found.items() if isinstance(each, DataLoader)}
 
 
 class Rebindings:

@@ -66,9 +66,9 @@ def test_a_changed_part_of_a_module_is_reported(what: str, is_component: bool) -
     change(criterion.net)
     reasons = lost(state)
     assert set(reasons) == {prefix + path}
-    assert f"training {what};" in reasons[prefix + path]
+    assert f"training {what}" in reasons[prefix + path]
     is_refused = is_component and ("added" in what or "parameter" in what)
-    assert ("no launch can resume this run: do that before" in reasons[prefix + path]) == is_refused
+    assert ("no launch can resume this run; do that before" in reasons[prefix + path]) == is_refused
 
     state.configure(transient={path}, limit_bytes=10**6)
     assert not lost(state)

@@ -381,7 +381,7 @@ def test_a_run_that_no_launch_can_resume_is_reported_as_such(
 
     Records.losses = {}
     launched(train, tmp_path, 5)
-    assert "no launch can resume this run: do that before the first batch" in caplog.text
+    assert "no launch can resume this run; do that before the first batch" in caplog.text
     with pytest.raises(StateMismatchError, match="scale"):
         launched(train, tmp_path)
 

@@ -533,12 +533,13 @@ def lines_of_changed_parts(
             kind = after or before
             kind = kind if kind in _KINDS_OF_TENSORS else "module"
             key, remedy = f"{path}.{name}", "do that before the first batch"
+            reason = f"training {what} this {kind}"
             new = registered(objects[path], "modules").get(name)
             if before is None and new is not None and not _has_state(new):
                 remedy += f', or pass transient={{"{key}"}}'
             elif id(objects[path]) in of_components and (before is None or kind != "module"):
-                remedy = f"no launch can resume this run: {remedy}"
-            yield CaptureLine(key, Fidelity.LOST, f"training {what} this {kind}; {remedy}")
+                reason += ", and no launch can resume this run"
+            yield CaptureLine(key, Fidelity.LOST, f"{reason}; {remedy}")
 
 
 def _is_lazy(name: str | None) -> bool:

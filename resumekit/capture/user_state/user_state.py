@@ -495,9 +495,17 @@ class UserState(ComponentState):
         return tuple(restored)
 
     def _slot(self, entry: Any, found: Walk) -> Slot | None:
-        """The live slot that an entry is for; None where it has gone, or is named no more."""
+        """The live slot that an entry is for; None where it has gone, or is named no more.
+
+        Raises:
+            StateMismatchError: a variable that Python itself sets.
+        """
         owner_path, role, name, _ = entry
         owner = found.objects.get(owner_path)
+        if isinstance(owner, _NAMESPACES) and name.startswith("__") and name.endswith("__"):
+            raise StateMismatchError(
+                self.key, found=f"a value of {name}", expected="variables of your functions"
+            )
         if owner is None or self._scope.is_transient(label_of(entry)) or is_secret(name, "text"):
             return None
         slot = Slot(owner, Role(role), name)
