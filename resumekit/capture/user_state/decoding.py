@@ -70,6 +70,7 @@ class Decoder:
         walk: of the live objects.
         device: where tensors are made that were on a device.
         kept: live values that stay as they are: what they refer to is not filled.
+        sharing: see ``Walk.sharing``, when the checkpoint was written.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Decoder:
         walk: Walk,
         device: torch.device | None,
         kept: Iterable[Any] = (),
+        sharing: Sequence[Any] = (),
     ) -> None:
         self._where = where
         self._nodes, self._data = nodes, data
@@ -89,6 +91,10 @@ class Decoder:
         self._made: dict[int, Any] = {}
         tensors = (e.value for e in walk.seen.values() if isinstance(e.value, torch.Tensor))
         self._uses = Counter(map(address_of, tensors))
+        self._share = set[str]()  # the paths of tensors that shared memory as they do now
+        for paths in walk.sharing():
+            if any({*paths} <= {*each} for each in sharing):
+                self._share.update(paths)
         self._actions: list[Callable[[], Any]] = []
         self._assigned: list[tuple[Slot, Any]] = []
         # Live objects that a node fills, or none may, by id.
@@ -353,7 +359,7 @@ class Decoder:
         saved, was_on_device, requires_grad = self._data[node[1]], node[2], node[3]
         if (
             isinstance(live, torch.Tensor)
-            and self._is_alone(live)
+            and self._is_alone(live, path)
             and live.grad_fn is None
             and fits(live, saved)
             and self._take(live)
@@ -370,11 +376,12 @@ class Decoder:
             return nn.Parameter(made, requires_grad and made.is_floating_point())
         return made.requires_grad_() if requires_grad and made.is_floating_point() else made
 
-    def _is_alone(self, live: torch.Tensor) -> bool:
-        """Whether a write into a live tensor changes no other value that shares its memory."""
+    def _is_alone(self, live: torch.Tensor, path: str) -> bool:
+        """Whether a write into a live tensor changes no other value that is not changed with it."""
         if live in self._walk.foreign:
             return False
-        return isinstance(live, nn.Parameter) or self._uses[address_of(live)] < 2
+        is_shared = self._uses[address_of(live)] > 1 and path not in self._share
+        return isinstance(live, nn.Parameter) or not is_shared
 
     def _buffer(self, node: Sequence[Any], live: Any, path: str) -> Any:
         typecode, content = node[1], self._data[node[2]]

@@ -257,6 +257,7 @@ class UserState(ComponentState):
         if self._pending is not None:
             return dict(self._pending)
         changes, self._for_save = self._for_save or self._encoded(self._walk()), None
+        sharing = changes.found.sharing()
         found, encoded = changes.found, changes.values
         return {
             "slots": [_entry(found.seen[path], value) for path, value in encoded.items()],
@@ -266,6 +267,7 @@ class UserState(ComponentState):
             "lost": sorted(changes.problems),
             "holders": {name: {} for name in self._holders},  # without content, so it may be empty
             "waiting": [dict(each) for each in self._waiting],
+            **({"sharing": sharing} if sharing else {}),
         }
 
     def _encoded(self, found: Walk) -> _Changes:
@@ -364,6 +366,8 @@ class UserState(ComponentState):
         is_former = isinstance(state, dict) and isinstance(state.get("nodes"), list)
         table = {"nodes": list} if is_former else {"nodes": str, "data": list}
         require_fields(self.key, state, {**fields, **table})
+        for each in state.get("sharing", []):
+            require_fields(self.key, {"sharing": each}, {"sharing": list})
         for entry in state["slots"]:
             is_right = isinstance(entry, list) and len(entry) == 4
             names = entry[:3] if is_right else [None]
@@ -472,7 +476,9 @@ class UserState(ComponentState):
         table = read_nodes(self.key, saved, [entry[3] for entry in saved["slots"]])
         filled = {label_of(entry) for entry in saved["slots"]}
         others = [e.value for path, e in found.seen.items() if e.is_known and path not in filled]
-        decoder = Decoder(self.key, *table, found, device_of(given), others)
+        decoder = Decoder(
+            self.key, *table, found, device_of(given), others, saved.get("sharing", [])
+        )
         self._not_made.update(node[1] for node in table[0] if node[0] in ("new", "copy"))
         restored: list[str] = []
         for entry in saved["slots"]:

@@ -209,6 +209,14 @@ class Walk:
         """The paths of values without visible content."""
         return {path for path, each in self.seen.items() if each.is_unsaved}
 
+    def sharing(self) -> list[list[str]]:
+        """The paths of the tensors that share memory with others, together."""
+        found: dict[int, list[str]] = defaultdict(list)
+        for path, each in self.seen.items():
+            if isinstance(each.value, Tensor) and not each.is_ignored:
+                found[address_of(each.value)].append(path)
+        return sorted(sorted(paths) for paths in found.values() if len(paths) > 1)
+
     @cached_property
     def by_owner(self) -> Mapping[str, list[Seen]]:
         """The slots of each object, by its path."""

@@ -266,6 +266,37 @@ def names_of_one_list_that_part(directory, *, record, **options):
         record(loss, model)
 
 
+def views_of_one_tensor(directory, *, record, **options):
+    """A write into a view changes the tensor; both were there before the loop."""
+    model, optimizer, loader = make()
+    ring = torch.full((4,), 0.5)
+    first, second = ring.chunk(2)
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    for _ in ckpt.epochs(EPOCHS):
+        for batch in ckpt.batches(loader):
+            loss = loss_of(model, batch) * (0.5 + ring.sum().item() % 1)
+            step(ckpt, optimizer, loss)
+            first.mul_(0.9).add_(loss.item() / 7)
+            second.add_(first)
+            record(loss, model)
+
+
+def views_that_part(directory, *, record, **options):
+    """Training binds one of two views to a tensor of its own, of the same values at first."""
+    model, optimizer, loader = make()
+    ring = torch.full((2,), 0.5)
+    view = ring[1:]
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    for batch in ckpt.batches(loader, epochs=EPOCHS):
+        loss = loss_of(model, batch) * (0.5 + (ring.sum() + 3 * view.sum()).item() % 1)
+        step(ckpt, optimizer, loss)
+        ring.mul_(0.9).add_(0.1)
+        if ckpt.progress.step % 3 == 0:
+            view = ring[1:].clone()
+        view.add_(0.2) if ckpt.progress.step % 3 == 1 else None
+        record(loss, model)
+
+
 def one_list_with_two_names(directory, *, record, **options):
     """A list has a second name in another function's frame; both must stay one list."""
     model, optimizer, loader = make()

@@ -71,6 +71,8 @@ EXACT = {
         dataclass_with_aliases
         object_that_training_makes
         names_of_one_list_that_part
+        views_of_one_tensor
+        views_that_part
         object_with_slots
         ring_of_objects
         class_attribute
