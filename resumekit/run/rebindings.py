@@ -90,7 +90,8 @@ def has_loop(value: Any) -> bool:
 def paths_of_loaders(sources: Iterable[Source], paths: Paths) -> dict[str, str]:
     """Where variables that were there before the loop lead to its loaders, by their names."""
     found = {each.name: paths.get(id(each.loader)) for each in sources}
-    return {name: known[0] for name, known in found.items() if known and known[1]()}
+    there = {name: known for name, known in found.items() if known is not None}
+    return {name: path for name, (path, reference) in there.items() if reference() is not None}
 
 
 def loaders_at(saved: Mapping[str, Any], paths: Paths) -> dict[str, Any]:
