@@ -329,9 +329,10 @@ class LoopVariables(UserState):
             found = {**found, "slots": [], "nodes": "", "data": [], "lost": []}
         self._release()
         # A value that training has written is the checkpoint's, whatever the script begins with.
+        script: dict[str, Any] = {"sites": self._sites, "digests": digests}
         owner = self._owner()
-        loaders = paths_of_loaders(owner._sources if owner else (), self._paths)
-        script = {"sites": self._sites, "digests": digests, "loaders": loaders}
+        if self._epoch_fetch and owner is not None:  # an epoch has first lines
+            script["loaders"] = paths_of_loaders(owner._sources, self._paths)
         return {**found, "first": {}, "at_epoch": at_epoch, "script": script}
 
     def loaders(self) -> dict[str, Any]:
