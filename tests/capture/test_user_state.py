@@ -377,10 +377,12 @@ def test_the_state_dict_of_a_holder_is_used(stored: Any) -> None:
         saved_as([], ["generator", "random.Random", -1], data=[3]),
         {**saved_as([]), "nodes": "[" * 100_000},
         {**saved_as([]), "nodes": "{}"},
+        {**saved_as([]), "sharing": 3},
+        {**saved_as([]), "sharing": [[["one.a"]]]},
     ],
     ids=[
         *("fields", "reference", "role", "item", "node", "no numbers", "no list", "no tensor"),
-        *("no array", "no generator", "no JSON", "no table"),
+        *("no array", "no generator", "no JSON", "no table", "no sharing", "no paths"),
     ],
 )
 def test_a_malformed_state_is_refused(state: Any) -> None:

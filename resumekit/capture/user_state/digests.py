@@ -149,7 +149,7 @@ class Content:
             raise
         except UncapturedError:
             raise
-        except Exception as error:
+        except Exception as error:  # of a class of the user's or of a library
             raise UncapturedError.for_value(value, error) from error
         return hasher.hexdigest()
 

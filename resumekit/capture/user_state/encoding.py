@@ -216,7 +216,7 @@ class Encoder:
         num_nodes, num_data, depth = len(self.nodes), len(self.data), self._depth
         try:
             return self._value(value)
-        except Exception as error:
+        except Exception as error:  # of a class of the user's or of a library
             del self.nodes[num_nodes:], self.data[num_data:]
             self._indices = {k: v for k, v in self._indices.items() if v < num_nodes}
             self._depth = depth

@@ -257,8 +257,8 @@ class UserState(ComponentState):
         if self._pending is not None:
             return dict(self._pending)
         changes, self._for_save = self._for_save or self._encoded(self._walk()), None
-        sharing = changes.found.sharing()
         found, encoded = changes.found, changes.values
+        sharing = found.sharing()
         return {
             "slots": [_entry(found.seen[path], value) for path, value in encoded.items()],
             "nodes": changes.nodes,
@@ -366,8 +366,12 @@ class UserState(ComponentState):
         is_former = isinstance(state, dict) and isinstance(state.get("nodes"), list)
         table = {"nodes": list} if is_former else {"nodes": str, "data": list}
         require_fields(self.key, state, {**fields, **table})
-        for each in state.get("sharing", []):
-            require_fields(self.key, {"sharing": each}, {"sharing": list})
+        sharing = state.get("sharing", [])
+        require_fields(self.key, {"sharing": sharing}, {"sharing": list})
+        if not all(isinstance(each, list) and {*map(type, each)} <= {str} for each in sharing):
+            raise StateMismatchError(
+                self.key, found=f"damaged: {sharing!r:.60}", expected="paths of tensors"
+            )
         for entry in state["slots"]:
             is_right = isinstance(entry, list) and len(entry) == 4
             names = entry[:3] if is_right else [None]
