@@ -22,13 +22,13 @@ from resumekit.capture.user_state.attributes import Role, Slot
 from resumekit.capture.user_state.digests import reduced
 from resumekit.capture.user_state.encoding import (
     FACTORIES,
+    NAMED,
     NODE_MAPPINGS,
     NODE_SEQUENCES,
     LiveClasses,
     can_be_made,
     maker_of,
     module_of,
-    parts_in,
 )
 from resumekit.capture.user_state.value_types import (
     CONSTANTS,
@@ -38,12 +38,15 @@ from resumekit.capture.user_state.value_types import (
     is_namedtuple,
     kind_of,
     memory_of,
+    parts_in,
     parts_of_call,
+    sort_of,
 )
 from resumekit.capture.user_state.walk import Walk, address_of
 from resumekit.errors import StateMismatchError
 from resumekit.serialization import fill
 
+_PARTIAL = functools.partial(print)
 _NEW_OBJECT: Any = object().__reduce_ex__(4)[0]
 
 # The nodes that may replace a live value of these kinds.
@@ -51,10 +54,11 @@ _REPLACEABLE_BY: dict[Kind, tuple[str, ...]] = {
     Kind.GENERATOR: ("generator",),
     Kind.STATEFUL: ("stateful",),
     Kind.MODULE: ("object", "new", "copy"),
-    Kind.CALL: ("call",),
+    Kind.CALL: ("call", "named"),
     Kind.SHARED: ("shared",),
-    Kind.FUNCTION: ("live",),
-    Kind.CLASS: ("live",),
+    Kind.FUNCTION: (),
+    Kind.CLASS: (),
+    Kind.NAMED: (),
 }
 
 
@@ -121,6 +125,8 @@ class Decoder:
         present = self._walk.seen.get(path)
         live = None if present is None else present.value
         self._require_compatible(path, encoded, live)
+        parts = parts_in(live) if isinstance(encoded, list) else ()
+        self._named_parts = {sort_of(each): each for each in parts if kind_of(each) in NAMED}
         self.assign(slot, self.value(encoded, live, path))
         if slot.role is Role.MODULES and not self._are_modules(encoded):
             raise self._mismatch(path, "other names and values", "the modules of a list")
@@ -180,6 +186,7 @@ class Decoder:
         make = {
             "call": self._call,
             "live": self._live,
+            "named": self._named,
             "tensor": self._tensor,
             "parameter": self._tensor,
             "array": self._array,
@@ -200,6 +207,15 @@ class Decoder:
         if live is None:
             raise self._mismatch(path, "nothing", "the object that this launch makes")
         return live
+
+    def _named(self, node: Sequence[Any], live: Any, path: str) -> Any:
+        """What has this name, among all that the live value is made of."""
+        found = self._named_parts.get(node[1])
+        if found is None and sort_of(live).partition(" ")[0] == node[1].partition(" ")[0]:
+            found = live  # the code of a library may be another than it was
+        if found is None or kind_of(found) not in NAMED:
+            raise self._mismatch(path, describe(live), f"the live {node[1]!r:.60}")
+        return found
 
     def _constant(self, node: Sequence[Any], live: Any, path: str) -> Any:
         kind, content = node[0], node[1]
@@ -341,18 +357,18 @@ class Decoder:
         return made
 
     def _call(self, node: Sequence[Any], live: Any, path: str) -> Any:
-        """The live method or partial, or one with the same function and other arguments."""
-        partners, encoded = parts_of_call(live) if _is(live, node[1]) else [], self._items(node[2])
+        """The live method, or a partial of a function that the live value has."""
+        encoded, is_partial = self._items(node[2]), node[1] == class_name(_PARTIAL)
+        partners = parts_of_call(live if _is(live, node[1]) or not is_partial else _PARTIAL)
         if len(partners) != len(encoded):
             raise self._mismatch(path, describe(live), f"the {node[1]} that this launch makes")
         pairs = zip(encoded, partners, strict=True)
         parts = [self.value(each, partner, path) for each, partner in pairs]
         if all(part is partner for part, partner in zip(parts, partners, strict=True)):
             return live
-        if isinstance(live, functools.partial) and parts[0] is partners[0]:
-            names, num_args = [*live.keywords], 1 + len(live.args)
-            keywords = dict(zip(names, parts[num_args:], strict=True))
-            return functools.partial(live.func, *parts[1:num_args], **keywords)
+        if is_partial and any(parts[0] is each for each in self._named_parts.values()):
+            keywords = dict(zip(parts[2], parts[3], strict=True))
+            return functools.partial(parts[0], *parts[1], **keywords)
         raise self._mismatch(path, f"{describe(live)} of another object", "the same object")
 
     def _tensor(self, node: Sequence[Any], live: Any, path: str) -> Any:

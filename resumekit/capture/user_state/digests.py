@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Container
 from enum import Enum
 from functools import cache
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -29,8 +29,8 @@ from resumekit.capture.user_state.value_types import (
     kind_of,
     memory_of,
     parts_of_call,
+    sort_of,
 )
-from resumekit.live import digest_code
 from resumekit.serialization import buffers_of, is_sharded
 
 _OBJECT_BYTES = 64  # of a Python object in a container, about
@@ -168,10 +168,10 @@ class Content:
             if not self._is_met(hasher, value):
                 hasher.update(str(self._path_of(value, path)).encode())
             return
-        if kind in (Kind.LEAF, Kind.OPAQUE, Kind.CONSTANT, Kind.SHARED):
+        if kind in (Kind.LEAF, Kind.NAMED, Kind.OPAQUE, Kind.CONSTANT, Kind.SHARED):
             hasher.update(_identity(kind, value))
         elif kind is Kind.CALL:
-            hasher.update(str(cache_size(value)).encode())
+            hasher.update(f"{sort_of(value)} {cache_size(value)}".encode())
             for each in parts_of_call(value):
                 self.feed(hasher, each, path)
         elif kind is Kind.ITERATOR:
@@ -197,7 +197,7 @@ class Content:
                 self._part(hasher, each, path)
         else:
             found = self._path_of(value, path)  # of code, which other objects reach it may change
-            hasher.update((_code_digest(value) if kind in CODE else str(found)).encode())
+            hasher.update((sort_of(value) if kind in CODE else str(found)).encode())
 
     def _part(self, hasher: Any, value: Any, path: str) -> None:
         """Adds a part of what makes an object; the code in it is known by its name."""
@@ -465,17 +465,13 @@ def _tag(kind: type) -> bytes:
     return f"<{kind.__module__}.{kind.__qualname__}>".encode()
 
 
-def _code_digest(value: Any) -> str:
-    code = getattr(value, "__code__", None)  # a descriptor, of the class of functions
-    digest = digest_code(code) if isinstance(code, CodeType) else None
-    return f"{value.__module__}.{value.__qualname__} {digest}"
-
-
 def _identity(kind: Kind, value: Any) -> bytes:
     if kind is Kind.CONSTANT:
         return repr(value).encode()
     if kind is Kind.SHARED:
         return bytes(memory_of(value))
+    if kind is Kind.NAMED:
+        return sort_of(value).encode()
     return b"leaf" if kind is Kind.LEAF else str(id(value)).encode()
 
 

@@ -45,10 +45,13 @@ from resumekit.capture.user_state.value_types import (
     is_library,
     is_namedtuple,
     is_secret,
+    items_of,
     kind_of,
     kind_of_class,
     memory_of,
+    parts_in,
     parts_of_call,
+    sort_of,
 )
 from resumekit.capture.user_state.walk import Seen, Walk
 from resumekit.errors import StateMismatchError
@@ -72,11 +75,11 @@ FACTORIES: dict[str, Any] = {each.__name__: each for each in (dict, float, int, 
 # The fields of each kind of node, its name first.
 _NUM_FIELDS = {
     **dict.fromkeys(("live",), 1),
-    **dict.fromkeys(("array", "data", "dtype", "device", "size"), 2),
+    **dict.fromkeys(("array", "code", "data", "dtype", "device", "named", "size"), 2),
     **dict.fromkeys((*NODE_SEQUENCES, "enum", "generator", "stateful", "object"), 3),
     **dict.fromkeys(("call", "constant", "buffer", "shared", "objects"), 3),
     **dict.fromkeys(("namedtuple", "tensor", "parameter", "new", "copy", *NODE_MAPPINGS), 4),
-    **{"code": 2, "reduced": 4},
+    "reduced": 4,
 }
 
 # What is next to the table: the field with its index, and its type.
@@ -93,6 +96,9 @@ _MAX_NUMBERS = 1024  # in the text; longer lists are next to it
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 # What a resume makes or fills without an object of the launch.
 _ALWAYS_MADE = frozenset({Kind.SCALAR, Kind.CONSTANT, Kind.BUFFER, Kind.CONTAINER, Kind.ARRAY})
+
+# Code, and the like: each object has its name, and no launch makes another one.
+NAMED = CODE | {Kind.NAMED}
 
 _WITH_PATHS = CODE | {Kind.OBJECT, Kind.MODULE}
 
@@ -195,19 +201,19 @@ class Encoder:
         self._indices: dict[int, int] = {}
         self._kept: list[Any] = []
 
-    def encode(self, seen: Seen, first: Mapping[type, int]) -> Any:
+    def encode(self, seen: Seen, first: Mapping[str, int]) -> Any:
         """The encoded value of a slot.
 
         Args:
             seen: the slot.
-            first: how many objects of each class it held at first, see ``classes_in``: as many
+            first: how many objects of each sort it held at first, see ``sorts_in``: as many
                 are there in the next launch, which may fill them or take them as they are.
 
         Raises:
             UncapturedError: it cannot be stored.
         """
         self._left, self._has_makers, self._depth = Counter(first), False, 0
-        if kind_of(seen.value) in (Kind.FUNCTION, Kind.CLASS):
+        if kind_of(seen.value) in (Kind.FUNCTION, Kind.CLASS, Kind.NAMED):
             raise UncapturedError(f"training changed it to {describe(seen.value)}")
         return self._whole(seen.value)
 
@@ -226,8 +232,9 @@ class Encoder:
 
     def _has_live(self, value: Any) -> bool:
         """Whether the next launch has an object for this one: each counts once."""
-        self._left[class_of(value)] -= 1
-        return self._left[class_of(value)] >= 0
+        sort = sort_of(value)
+        self._left[sort] -= 1
+        return self._left[sort] >= 0
 
     def _value(self, value: Any) -> Any:
         if _is_text(value):
@@ -257,7 +264,7 @@ class Encoder:
             return self._object(kind, value)
         if kind is Kind.REDUCED:
             return self._reduced(value)
-        if kind is Kind.CALL and self._has_live(value):
+        if kind is Kind.CALL and (isinstance(value, functools.partial) or self._has_live(value)):
             return self._call(value)
         return self._data(kind, value)
 
@@ -285,8 +292,8 @@ class Encoder:
             state = value.state_dict()
             encode(state, where="")  # raises where a part of it cannot be stored
             return ["stateful", class_name(value), self._next_to(state)]
-        if kind in (Kind.LEAF, Kind.STATEFUL) or is_tensor:
-            return ["live"]
+        if kind in (Kind.LEAF, Kind.NAMED, Kind.STATEFUL) or is_tensor:
+            return _as_it_is(value)
         raise UncapturedError(f"{describe(value)} in it cannot be saved")
 
     def _generator(self, value: Any) -> list[Any]:
@@ -298,7 +305,11 @@ class Encoder:
     def _call(self, value: Any) -> list[Any]:
         if cache_size(value):
             raise UncapturedError("a cache of random values, which cannot be filled")
-        return ["call", class_name(value), self._items(parts_of_call(value))]
+        parts = parts_of_call(value)
+        self._kept.append(parts)
+        if isinstance(value, functools.partial) and sort_of(value.func) not in self._left:
+            raise UncapturedError(f"a partial of another function, {describe(value.func)}")
+        return ["call", class_name(value), self._items(parts)] if parts else _as_it_is(value)
 
     def _reduced(self, value: Any) -> list[Any]:
         parts = maker, *content = reduced(value)
@@ -398,9 +409,9 @@ class Encoder:
         name = class_name(value)
         if path is None:
             if self._has_live(value):
-                return ["live"]
+                return _as_it_is(value)
             raise UncapturedError(f"{describe(value)} in it is saved elsewhere")
-        if self._known.get(path) == name and not (kind in CODE and is_library(value)):
+        if self._known.get(path) == sort_of(value) and not (kind in CODE and is_library(value)):
             return ["object", path, class_name(wrapped)]
         is_ours = self._classes.get(name) is type(value) and can_be_made(class_of(value))
         if kind not in (Kind.OBJECT, Kind.MODULE) or not is_ours or wrapped is not value:
@@ -430,7 +441,7 @@ class Encoder:
         if type(there) is not type(value):
             return False
         if kind_of(value) is Kind.CONTAINER:  # of functions: the same ones
-            return [*map(id, _items_of(value))] == [*map(id, _items_of(there))]
+            return [*map(id, items_of(value))] == [*map(id, items_of(there))]
         is_leaf = kind_of(value) is Kind.LEAF and not isinstance(value, torch.Tensor)
         return is_leaf or kind_of(value) in CODE
 
@@ -517,31 +528,19 @@ def _is_text(value: Any) -> bool:
     return kind is bool or value is None
 
 
-def classes_in(value: Any) -> dict[type, int]:
-    """How many objects of each class a value is made of, containers and plain values apart."""
-    kinds = (class_of(each) for each in parts_in(value))
-    return Counter(each for each in kinds if kind_of_class(each) not in _ALWAYS_MADE)
+def _as_it_is(value: Any) -> list[Any]:
+    """A node for what the next launch has: at the same place, or under the same name."""
+    return ["named", sort_of(value)] if kind_of(value) in NAMED else ["live"]
+
+
+def sorts_in(value: Any) -> dict[str, int]:
+    """How many objects of each sort a value is made of, containers and plain values apart."""
+    return Counter(sort_of(e) for e in parts_in(value) if kind_of(e) not in _ALWAYS_MADE)
 
 
 def has_paths(value: Any) -> bool:
     """Whether its digest depends on paths of objects, which differ between user states."""
     return any(kind_of(each) in _WITH_PATHS for each in parts_in(value))
-
-
-def parts_in(value: Any) -> Iterator[Any]:
-    """A value, and what containers, arrays of objects, methods and partials in it refer to."""
-    waiting, met = [value], set[int]()
-    while waiting:
-        each = waiting.pop()
-        yield each
-        kind = kind_of_class(class_of(each))
-        if kind is Kind.CONTAINER and id(each) not in met:
-            met.add(id(each))
-            waiting.extend(_items_of(each))
-        elif kind is Kind.ARRAY and each.dtype == object:
-            waiting.extend(each.flat)
-        elif kind is Kind.CALL:
-            waiting.extend(parts_of_call(each))
 
 
 def _takes(maker: Any, arguments: Sequence[Any]) -> bool:
@@ -555,10 +554,6 @@ def _takes(maker: Any, arguments: Sequence[Any]) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _items_of(container: Any) -> Iterable[Any]:
-    return chain(container, container.values()) if isinstance(container, dict) else container
 
 
 def _is_number(value: Any) -> bool:

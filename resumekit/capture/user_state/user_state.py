@@ -25,7 +25,7 @@ from resumekit.capture.user_state.attributes import (
 )
 from resumekit.capture.user_state.decoding import Decoder, device_of
 from resumekit.capture.user_state.digests import TOO_MANY, UncapturedError
-from resumekit.capture.user_state.encoding import Encoder, classes_in, has_paths, read_nodes
+from resumekit.capture.user_state.encoding import Encoder, has_paths, read_nodes, sorts_in
 from resumekit.capture.user_state.paths import is_below, moved_state
 from resumekit.capture.user_state.value_types import (
     SCALARS,
@@ -127,7 +127,7 @@ class UserState(ComponentState):
 
     def _take_baseline(self) -> Walk:
         self._first: dict[str, Any] = {}  # digests of what the script made, by path
-        self._classes: dict[str, dict[type, int]] = {}  # of what is no plain value in it
+        self._sorts: dict[str, dict[str, int]] = {}  # of what is no plain value in it
         self._made: dict[str, Any] = {}
         self._known: dict[str, str] = {}
         self._unsaved_from_start: set[str] = set()
@@ -135,7 +135,7 @@ class UserState(ComponentState):
 
     @property
     def _baseline(self) -> tuple[dict[str, Any], ...]:
-        return self._first, self._classes, self._made, self._known
+        return self._first, self._sorts, self._made, self._known
 
     def configure(self, *, transient: Collection[str], limit_bytes: int) -> None:
         former = self._scope.limit_bytes
@@ -221,7 +221,7 @@ class UserState(ComponentState):
         if path not in self._first:
             self._first[path] = seen.digest
             if not seen.is_plain:
-                self._classes[path] = classes_in(seen.value)
+                self._sorts[path] = sorts_in(seen.value)
 
     def _kept(self, value: Any) -> Any:
         """A plain value as it is now; of containers that are never set back only that they were."""
@@ -286,7 +286,7 @@ class UserState(ComponentState):
                 problems[path] = over_limit(seen.num_bytes)
                 continue
             try:
-                values[path] = encoder.encode(seen, self._classes.get(path, {}))
+                values[path] = encoder.encode(seen, self._sorts.get(path, {}))
                 left -= seen.num_bytes
             except UncapturedError as error:
                 problems[path] = Problem(str(error))
@@ -446,10 +446,11 @@ class UserState(ComponentState):
             return ()
         self._began = True
         found = self._walk()
-        if self._scope.code is not None:  # code that hooks have led to is the script's as it is now
-            for path, each in found.seen.items():
-                if each.is_known:
-                    self._note_first(path, each)
+        for path, each in found.seen.items():  # code is the script's as hooks have left it
+            if each.is_known and is_code(each.value) and not self._grows:
+                self._first.pop(path, None)
+            if each.is_known and (is_code(each.value) or self._scope.code is not None):
+                self._note_first(path, each)
         restored: list[str] = []
         for saved in self._waiting:
             restored += self._restore(saved, found)

@@ -18,11 +18,12 @@ import types
 import weakref
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import date, datetime, timedelta
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
+from itertools import chain
 from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any
 
@@ -34,8 +35,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from resumekit.capture.restore import class_name
 from resumekit.capture.rng import GENERATOR_TYPES
-from resumekit.live import is_library_file
+from resumekit.live import digest_code, is_library_file
 from resumekit.serialization import is_sharded
 from resumekit.state import Stateful
 
@@ -54,6 +56,7 @@ class Kind(Enum):
     FUNCTION = "a function: its closure, defaults and attributes, and the globals that it loads"
     CLASS = "a class: its attributes and its methods"
     CALL = "a bound method, a partial or a function with a cache"
+    NAMED = "known by its name or its text: a module, a method of C, an exception"
     LEAF = "never entered: not state, or saved elsewhere"
     ITERATOR = "its position is state that nothing can read"
     CONSTANT = "an immutable object, made again from its class and arguments"
@@ -159,9 +162,9 @@ _HANDLE_BASES = word_set(
 )
 
 # What is no state, also where a class of the user's is derived from it.
-_NO_STATE = (
-    *(types.ModuleType, io.IOBase, weakref.ReferenceType, inspect.Signature, BaseException),
-    *(torch.finfo, torch.iinfo, struct.Struct),
+_NO_STATE = (io.IOBase, weakref.ReferenceType)
+_NAMED = (
+    *(types.ModuleType, BaseException, inspect.Signature, torch.finfo, torch.iinfo, struct.Struct),
     *(types.MethodWrapperType, types.WrapperDescriptorType, types.CodeType),
     *(types.MethodDescriptorType, types.ClassMethodDescriptorType, types.GetSetDescriptorType),
 )
@@ -269,6 +272,8 @@ def kind_of_class(kind: Any) -> Kind:
         return Kind.ITERATOR
     if names & _HANDLE_BASES:
         return Kind.OPAQUE
+    if issubclass(kind, _NAMED):
+        return Kind.NAMED
     if issubclass(kind, _NO_STATE) or _is_leaf(str(kind.__module__)):
         return Kind.LEAF
     return _kind_of_object(kind)
@@ -372,13 +377,52 @@ def _is_next_to_script(package: str) -> bool:
 def parts_of_call(value: Any) -> list[Any]:
     """What a bound method, a partial or a function with a cache refers to."""
     if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
+        return [value.func, value.args, (*value.keywords,), (*value.keywords.values(),)]
     if isinstance(value, types.MethodType):
         return [value.__func__, value.__self__]
     if isinstance(value, CACHED_FUNCTION):
         return [value.__wrapped__]
     owner = value.__self__  # of a method of a list, or a function of a module
     return [] if owner is None or isinstance(owner, types.ModuleType) else [owner]
+
+
+def parts_in(value: Any) -> Iterator[Any]:
+    """A value, and what containers, arrays of objects, methods and partials in it refer to."""
+    waiting, met = [value], set[int]()
+    while waiting:
+        each = waiting.pop()
+        yield each
+        kind = kind_of_class(class_of(each))
+        if kind is Kind.CONTAINER and id(each) not in met:
+            met.add(id(each))
+            waiting.extend(items_of(each))
+        elif kind is Kind.ARRAY and each.dtype == object:
+            waiting.extend(each.flat)
+        elif kind is Kind.CALL:
+            waiting.extend(parts_of_call(each))
+
+
+def items_of(container: Any) -> Iterable[Any]:
+    """The elements of a container; of a dict its keys and its values."""
+    return chain(container, container.values()) if isinstance(container, dict) else container
+
+
+def sort_of(value: Any) -> str:
+    """What objects have in common of which one stands for another.
+
+    Of code its full name and a digest of it, of what is known by its text that; else the class.
+    """
+    kind = kind_of(value)
+    if kind is Kind.NAMED:
+        is_module = isinstance(value, types.ModuleType)
+        show = BaseException.__repr__ if isinstance(value, BaseException) else repr
+        return value.__name__ if is_module else show(value)
+    name = getattr(value, "__qualname__", "") if kind in CODE else ""
+    if not name:
+        return class_name(value)
+    code = getattr(value, "__code__", None)  # a descriptor, of the class of functions
+    digest = digest_code(code) if isinstance(code, types.CodeType) else None
+    return f"{value.__module__}.{name} {digest}"
 
 
 _DRAWS = re.compile(r"rand|normal|choice|shuffle|sample|uniform|generator|seed")

@@ -50,7 +50,8 @@ from resumekit.capture.user_state.value_types import (
     is_secret,
     kind_of,
     names_in,
-    parts_of_call,
+    parts_in,
+    sort_of,
     top_package,
 )
 from resumekit.live import is_library_file
@@ -202,8 +203,8 @@ class Walk:
     listed: set[str] = field(default_factory=set)
 
     def kinds(self) -> dict[str, str]:
-        """The class of each object, by path."""
-        return {path: class_name(value) for path, value in self.objects.items()}
+        """The sort of each object, by path."""
+        return {path: sort_of(value) for path, value in self.objects.items()}
 
     def unsaved(self) -> set[str]:
         """The paths of values without visible content."""
@@ -278,7 +279,7 @@ def content_digest(value: Any, *, limit_bytes: int, foreign: Collection[Any] = (
     Returns:
         The digest; None where the content is larger, or a part of it cannot be read.
     """
-    if kind_of(value) is Kind.LEAF:
+    if kind_of(value) in (Kind.LEAF, Kind.NAMED):
         if not isinstance(value, Stateful) or isinstance(value, type):
             return None
         value = value.state_dict()
@@ -370,13 +371,10 @@ class _Walker:
             self._use_globals(self._holder.frame.f_code, self._holder.frame.f_globals)
 
     def _enter(self, value: Any, path: str) -> None:
-        """Walks an object or a function that is called."""
-        kind = kind_of(value)
-        if kind is Kind.CALL:
-            for each in parts_of_call(value):
-                self._enter(each, path)
-        elif kind in (Kind.FUNCTION, Kind.CLASS, Kind.OBJECT, Kind.MODULE):
-            self.path_of(value, path)
+        """Walks an object or a function that is called, and what it is called with."""
+        for each in parts_in(value):
+            if kind_of(each) in (Kind.FUNCTION, Kind.CLASS, Kind.OBJECT, Kind.MODULE):
+                self.path_of(each, path)
 
     def _use_globals(self, code: CodeType, scope: dict[str, Any]) -> None:
         """Looks at the globals that a function of the user's reads or writes."""
@@ -495,9 +493,6 @@ class _Walker:
         kind = kind_of(value)
         if kind is Kind.SCALAR:
             return False
-        if kind in CODE and self._scope.code is None:
-            self._enter(value, "")
-            return True
         if kind is Kind.LEAF or value in self._foreign:
             return True
         if kind is Kind.GENERATOR:

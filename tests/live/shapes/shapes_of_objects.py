@@ -249,6 +249,18 @@ def object_that_training_makes(directory, *, record, **options):
             record(loss, model)
 
 
+def function_of_the_model(directory, *, record, **options):
+    """A function that is an attribute of the model is replaced by training."""
+    model, optimizer, loader = make()
+    model.activation = torch.relu
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    for batch in ckpt.batches(loader, epochs=EPOCHS):
+        loss = loss_of(model, batch) * (1.0 if model.activation is torch.relu else 0.3)
+        step(ckpt, optimizer, loss)
+        model.activation = torch.tanh
+        record(loss, model)
+
+
 def names_of_one_list_that_part(directory, *, record, **options):
     """Two variables begin as one list; training binds one of them to another."""
     model, optimizer, loader = make()

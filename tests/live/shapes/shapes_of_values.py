@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import array
+import cmath
 import collections
 import datetime
 import decimal
 import enum
 import fractions
+import functools
 import heapq
+import math
 import os
 import random
 import runpy
@@ -158,12 +161,32 @@ function = assigned(
     lambda v, loss: nn.functional.l1_loss,
     lambda v: 1.0 if v is nn.functional.mse_loss else 0.3,
 )
+builtin_function = assigned(
+    lambda: torch.relu, lambda v, loss: torch.tanh, lambda v: 1.0 if v is torch.relu else 0.3
+)
+module_of_the_stdlib = assigned(
+    lambda: math, lambda v, loss: cmath, lambda v: 1.0 if v is math else 0.3
+)
+exception = assigned(
+    lambda: None,
+    lambda v, loss: ValueError(loss if v is None else v.args[0] / 2 + loss),
+    lambda v: 0.4 if v is None else 0.4 + v.args[0],
+)
+partial_with_more_arguments = assigned(
+    lambda: functools.partial(mean, 1.0),
+    lambda v, loss: functools.partial(mean, *v.args[-2:], loss, base=0.3),
+    lambda v: v(0.5),
+)
 path = assigned(
     lambda: Path("a"), lambda v, loss: v / f"{int(9 * loss)}", lambda v: 0.5 + hash_of(str(v))
 )
 comprehension_over_itself = assigned(
     lambda: [1.0], lambda v, loss: [0.8 * each for each in v[-4:]] + [loss], lambda v: sum(v) / 3
 )
+
+
+def mean(*values: float, base: float = 0.0) -> float:
+    return base + sum(values) / len(values)
 
 
 def hash_of(text: str | bytes) -> float:
@@ -173,6 +196,16 @@ def hash_of(text: str | bytes) -> float:
 
 # Changed in place.
 list_appended = changed(list, lambda v, loss: v.append(loss), lambda v: 0.5 + sum(v[-3:]) / 3)
+functions_in_another_order = changed(
+    lambda: [torch.relu, torch.tanh, nn.functional.mse_loss, mean],
+    lambda v, loss: v.insert(0, v.pop(2 if loss > 0.7 else 3)),
+    lambda v: 0.3 + v.index(torch.tanh) + v.index(mean) / 3,
+)
+function_in_a_dictionary = changed(
+    lambda: {"loss": nn.functional.mse_loss},
+    lambda v, loss: v.update(loss=nn.functional.l1_loss),
+    lambda v: 1.0 if v["loss"] is nn.functional.mse_loss else 0.3,
+)
 list_as_a_heap = changed(list, heapq.heappush, lambda v: 0.5 + sum(v[:2]) / 2)
 deque_appended = changed(
     lambda: collections.deque(maxlen=3), lambda v, loss: v.append(loss), lambda v: 0.5 + sum(v) / 3

@@ -40,6 +40,8 @@ EXACT = {
         string
         tensor
         deque_appended
+        functions_in_another_order
+        partial_with_more_arguments
         list_of_the_first_rank
         dictionary
         tensor_changed_in_place
@@ -194,11 +196,16 @@ DATA: dict[str, dict[str, Any]] = {
 # What cannot be read or set: one of these names is reported in time. It may be exact instead.
 REPORTED = {
     "shapes_of_values": {
-        "function": "value",
+        "builtin_function": "value",
         "variable_that_is_deleted": "warm_up",
         "---": "",
+        "function": "value",
+        "function_in_a_dictionary": "value",
+        "module_of_the_stdlib": "value",
+        "exception": "value",
     },
     "shapes_of_objects": {
+        "function_of_the_model": "activation",
         "environment_variable": "environ SHAPE_SCALE",
         "cache_of_a_random_number": "noise",
         "count_of_itertools": "counts",
