@@ -11,7 +11,7 @@ import gc
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +198,8 @@ def train(
     tied: bool = False,
     ema: bool = False,
     batch_norm: bool = False,
+    pull: str = "",
+    transient: Collection[str] = (),
     epochs: int = 3,
     save_every: int = 3,
 ) -> None:
@@ -211,6 +213,9 @@ def train(
         tied: whether two layers share a weight.
         ema: whether a second model of the same layout follows the first.
         batch_norm: whether every rank has running statistics of its own.
+        pull: how averages of the weights, to which the weights are pulled, are kept in a variable:
+            "in place" in a dict, or "replaced" in each step.
+        transient: see ``Checkpointer``.
         epochs: to train.
         save_every: steps.
     """
@@ -229,13 +234,24 @@ def train(
     )
     loader = DataLoader(data, batch_size=GLOBAL_BATCH // num_replicas, sampler=sampler)
     checkpointer = Checkpointer(
-        directory, model=model, optimizer=optim, ema=follower, save_every=save_every
+        directory,
+        model=model,
+        optimizer=optim,
+        ema=follower,
+        save_every=save_every,
+        transient=set(transient),
     )
+    averages = {name: each.detach().clone() for name, each in model.named_parameters()}
     for images, labels in checkpointer.batches(loader, epochs=epochs):
         loss = nn.functional.cross_entropy(model(images), labels)
         loss.backward()
         optim.step()
         optim.zero_grad()
+        with torch.no_grad():
+            for name, each in model.named_parameters() if pull else ():
+                each.lerp_(averages[name], 0.3)
+                average = averages[name] if pull == "in place" else averages[name].clone()
+                averages[name] = average.lerp_(each, 0.1)
         if follower is not None:
             follow(follower, model)
         checkpointer.step(loss=loss)

@@ -66,6 +66,27 @@ def test_every_way_to_train_continues_exactly(kit: Kit, options: dict[str, Any])
     kit.assert_exact(Cell(train, {"layout": "fsdp", **options}, 2, kills))
 
 
+PULLED = [("fsdp", 2), ("fsdp x tp", 4), ("fsdp1", 2)]
+
+
+@pytest.mark.quick("in place-fsdp-2")
+@pytest.mark.parametrize(("layout", "num_ranks"), PULLED)
+@pytest.mark.parametrize("pull", ["in place", "replaced"])
+def test_averages_by_hand_continue_exactly(
+    kit: Kit, layout: str, num_ranks: int, pull: str
+) -> None:
+    kills = (KillPoint.checkpoint(3), KillPoint.step(7))
+    kit.assert_exact(Cell(train, {"layout": layout, "pull": pull}, num_ranks, kills))
+
+
+@pytest.mark.quick("in place")
+@pytest.mark.parametrize("pull", ["in place", "replaced"])
+def test_averages_by_hand_that_are_left_out_are_caught(kit: Kit, pull: str) -> None:
+    options = {"layout": "fsdp", "pull": pull, "transient": ["averages"]}
+    cell = Cell(train, options, 2, (KillPoint.step(5),))
+    kit.assert_caught(cell, "loss", inject=False)
+
+
 @pytest.mark.quick("optimizer")
 @pytest.mark.parametrize("component", ["model", "optimizer", "ema"])
 def test_a_component_left_out_is_caught_and_named(kit: Kit, component: str) -> None:

@@ -40,6 +40,7 @@ from resumekit.capture.user_state.value_types import (
     memory_of,
     parts_in,
     parts_of_call,
+    parts_of_tensor,
     sort_of,
 )
 from resumekit.capture.user_state.walk import Walk, address_of
@@ -189,6 +190,7 @@ class Decoder:
             "named": self._named,
             "tensor": self._tensor,
             "parameter": self._tensor,
+            "parts": self._parts,
             "array": self._array,
             "buffer": self._buffer,
             "shared": self._shared,
@@ -391,6 +393,18 @@ class Decoder:
         if node[0] == "parameter":
             return nn.Parameter(made, requires_grad and made.is_floating_point())
         return made.requires_grad_() if requires_grad and made.is_floating_point() else made
+
+    def _parts(self, node: Sequence[Any], live: Any, path: str) -> Any:
+        """A tensor that wraps others: the live one, with theirs filled."""
+        partners = parts_of_tensor(live) if _is(live, node[1]) else []
+        encoded = self._items(node[2])
+        if len(partners) != len(encoded):
+            raise self._mismatch(path, describe(live), f"the {node[1]} that this launch makes")
+        for each, partner in zip(encoded, partners, strict=True):
+            made = self.value(each, partner, path)
+            if made is not partner:
+                raise self._mismatch(path, describe(partner), describe(made))
+        return live
 
     def _is_alone(self, live: torch.Tensor, path: str) -> bool:
         """Whether a write into a live tensor changes no other value that is not changed with it."""

@@ -12,7 +12,6 @@ from types import FunctionType
 from typing import Any
 
 import numpy as np
-import torch
 import xxhash
 from torch import Tensor
 
@@ -29,9 +28,10 @@ from resumekit.capture.user_state.value_types import (
     kind_of,
     memory_of,
     parts_of_call,
+    parts_of_tensor,
     sort_of,
 )
-from resumekit.serialization import buffers_of, is_sharded
+from resumekit.serialization import buffers_of
 
 _OBJECT_BYTES = 64  # of a Python object in a container, about
 MAX_OBJECTS = 50_000  # that are walked, and that are digested one by one in a value
@@ -315,7 +315,7 @@ class Content:
         if value in self._foreign:
             return
         hasher.update(f"{value.dtype}{tuple(value.shape)}{value.device.type}".encode())
-        for part in _dense_parts(value.detach()):
+        for part in parts_of_tensor(value):
             for piece in buffers_of(self._sampled(part)):
                 hasher.update(piece)
 
@@ -425,22 +425,6 @@ def _is_short_and_plain(value: Any, kind: Any, met: set[int]) -> bool:
     return True
 
 
-_INDICES = {
-    torch.sparse_coo: ("_indices", "_values"),
-    **dict.fromkeys(
-        (torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")
-    ),
-    **dict.fromkeys(
-        (torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")
-    ),
-}
-
-
-def _dense_parts(value: Tensor) -> list[Tensor]:
-    """A tensor; of a sparse one its indices and values."""
-    return [getattr(value, name)() for name in _INDICES.get(value.layout, ("detach",))]
-
-
 def _is_dense(value: Any) -> bool:
     is_tensor = isinstance(value, Tensor)
     return bool(value.is_contiguous() if is_tensor else value.flags.c_contiguous)
@@ -478,7 +462,7 @@ def _identity(kind: Kind, value: Any) -> bytes:
 def size_of(value: Any) -> int:
     """The bytes of a value, about: of its tensors and arrays, and of what containers hold."""
     if isinstance(value, Tensor):
-        return 0 if is_sharded(value) else sum(part.nbytes for part in _dense_parts(value))
+        return sum(part.nbytes for part in parts_of_tensor(value))
     if isinstance(value, (np.ndarray, bytes, str)):
         return int(getattr(value, "nbytes", len(value)))
     total, waiting, met = 0, [value], set[int]()

@@ -51,7 +51,9 @@ from resumekit.capture.user_state.value_types import (
     memory_of,
     parts_in,
     parts_of_call,
+    parts_of_tensor,
     sort_of,
+    wraps_others,
 )
 from resumekit.capture.user_state.walk import Seen, Walk
 from resumekit.errors import StateMismatchError
@@ -77,7 +79,7 @@ _NUM_FIELDS = {
     **dict.fromkeys(("live",), 1),
     **dict.fromkeys(("array", "code", "data", "dtype", "device", "named", "size"), 2),
     **dict.fromkeys((*NODE_SEQUENCES, "enum", "generator", "stateful", "object"), 3),
-    **dict.fromkeys(("call", "constant", "buffer", "shared", "objects"), 3),
+    **dict.fromkeys(("call", "constant", "buffer", "shared", "objects", "parts"), 3),
     **dict.fromkeys(("namedtuple", "tensor", "parameter", "new", "copy", *NODE_MAPPINGS), 4),
     "reduced": 4,
 }
@@ -107,7 +109,7 @@ _REFERENCES = {
     **dict.fromkeys(NODE_SEQUENCES, (1,)),
     **dict.fromkeys(NODE_MAPPINGS, (1, 2)),
     **dict.fromkeys(("namedtuple", "reduced"), (3,)),
-    **dict.fromkeys(("call", "constant", "objects"), (2,)),
+    **dict.fromkeys(("call", "constant", "objects", "parts"), (2,)),
 }
 
 
@@ -271,15 +273,7 @@ class Encoder:
     def _data(self, kind: Kind, value: Any) -> list[Any]:
         is_tensor = kind is Kind.TENSOR
         if is_tensor and value not in self._foreign:
-            if value.layout is not torch.strided or value.is_quantized or value.is_nested:
-                what = f"{value.layout}, {value.dtype}"
-                raise UncapturedError(f"a {type(value).__name__} that cannot be stored ({what})")
-            if type(value) not in _PLAIN_TENSORS and not self._has_live(value):
-                raise UncapturedError(f"{describe(value)} that training made")
-            is_on_device = value.device.type != "cpu"
-            name = "parameter" if isinstance(value, nn.Parameter) else "tensor"
-            plain = value.detach().as_subclass(torch.Tensor)
-            return [name, self._next_to(plain), is_on_device, value.requires_grad]
+            return self._tensor(value)
         if kind is Kind.ARRAY and not value.dtype.hasobject:
             return ["array", self._next_to(value)]
         if kind is Kind.ARRAY and value.dtype == object:
@@ -295,6 +289,21 @@ class Encoder:
         if kind in (Kind.LEAF, Kind.NAMED, Kind.STATEFUL) or is_tensor:
             return _as_it_is(value)
         raise UncapturedError(f"{describe(value)} in it cannot be saved")
+
+    def _tensor(self, value: Any) -> list[Any]:
+        if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+            what = f"{value.layout}, {value.dtype}"
+            raise UncapturedError(f"a {type(value).__name__} that cannot be stored ({what})")
+        if type(value) not in _PLAIN_TENSORS and not self._has_live(value):
+            raise UncapturedError(f"{describe(value)} that training made")
+        if wraps_others(value):
+            parts = parts_of_tensor(value)
+            self._kept.append(parts)
+            return ["parts", class_name(value), self._items(parts)]
+        is_on_device = value.device.type != "cpu"
+        name = "parameter" if isinstance(value, nn.Parameter) else "tensor"
+        plain = value.detach().as_subclass(torch.Tensor)
+        return [name, self._next_to(plain), is_on_device, value.requires_grad]
 
     def _generator(self, value: Any) -> list[Any]:
         name, state = class_name(value), generator_state(value)

@@ -38,7 +38,6 @@ from torch.utils.data import DataLoader
 from resumekit.capture.restore import class_name
 from resumekit.capture.rng import GENERATOR_TYPES
 from resumekit.live import digest_code, is_library_file
-from resumekit.serialization import is_sharded
 from resumekit.state import Stateful
 
 
@@ -179,7 +178,7 @@ CODE = frozenset({Kind.FUNCTION, Kind.CLASS, Kind.CALL})
 def kind_of(value: Any) -> Kind:
     """How a value is treated, by its class; tensors and files also by their properties."""
     kind: Kind = kind_of_class(type(value))  # type: ignore[arg-type]
-    if kind is Kind.TENSOR and (_is_elsewhere(value) or not _has_storage(class_of(value))):
+    if kind is Kind.TENSOR and (_is_elsewhere(value) or not _has_elements(class_of(value))):
         return Kind.LEAF
     if kind is Kind.LEAF and isinstance(value, io.IOBase):
         return Kind.ITERATOR if _is_read(value) else Kind.LEAF
@@ -218,17 +217,44 @@ def class_of(value: Any) -> Any:
 
 
 @functools.cache
-def _has_storage(kind: Any) -> bool:
-    """Whether a tensor of this class is its elements: subclasses may hold other tensors instead."""
+def _has_elements(kind: Any) -> bool:
+    """Whether a tensor of this class is its elements, or says of which tensors it is made."""
     is_lazy = issubclass(kind, (UninitializedParameter, UninitializedBuffer))
     dispatches = getattr(kind, "__torch_dispatch__", None)
-    return not is_lazy and dispatches is getattr(Tensor, "__torch_dispatch__", None)
+    is_plain = dispatches is getattr(Tensor, "__torch_dispatch__", None)
+    return not is_lazy and (is_plain or hasattr(kind, _FLATTEN))
 
 
 def _is_elsewhere(tensor: Any) -> bool:
-    """Whether a tensor lies on several ranks, or nowhere."""
+    """Whether a tensor lies on several ranks and this one has no part of it, or nowhere."""
     # deepspeed 0.19 runtime/zero/partition_parameters.py names the parameters of stage 3 so.
-    return tensor.is_meta or is_sharded(tensor) or hasattr(tensor, "ds_id")
+    return tensor.is_meta or hasattr(tensor, "ds_id")
+
+
+_FLATTEN = "__tensor_flatten__"  # torch 2.13 utils/_python_dispatch.py: of what wraps other tensors
+_INDICES = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys(
+        (torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")
+    ),
+    **dict.fromkeys(
+        (torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")
+    ),
+}
+
+
+def wraps_others(value: Tensor) -> bool:
+    """Whether a tensor is made of others, as a DTensor of the part that a rank has."""
+    return hasattr(value, _FLATTEN)
+
+
+def parts_of_tensor(value: Any) -> list[Tensor]:
+    """The tensors with its elements: a tensor itself, its indices and values, or what it wraps."""
+    if wraps_others(value):
+        parts = (getattr(value, name) for name in value.__tensor_flatten__()[0])
+        tensors = (each for each in parts if isinstance(each, Tensor))  # also a mesh
+        return [part for each in tensors for part in parts_of_tensor(each)]
+    return [getattr(value.detach(), name)() for name in _INDICES.get(value.layout, ("detach",))]
 
 
 # Classes of which only the class itself counts, and those whose derived classes count too.

@@ -51,8 +51,10 @@ from resumekit.capture.user_state.value_types import (
     kind_of,
     names_in,
     parts_in,
+    parts_of_tensor,
     sort_of,
     top_package,
+    wraps_others,
 )
 from resumekit.live import is_library_file
 from resumekit.state import CaptureLine, Fidelity, Stateful
@@ -574,6 +576,7 @@ def trained_parameters(objects: Iterable[Any]) -> Iterator[Tensor]:
 
 def address_of(tensor: Tensor) -> int:
     """Where its storage begins; of a tensor without memory of its own, which object it is."""
-    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-    address = tensor.untyped_storage().data_ptr() if is_plain else 0
+    inner = parts_of_tensor(tensor)[0] if wraps_others(tensor) else tensor
+    is_plain = type(inner) in (Tensor, nn.Parameter) and inner.layout is torch.strided
+    address = inner.untyped_storage().data_ptr() if is_plain else 0
     return address or id(tensor)
