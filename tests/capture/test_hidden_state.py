@@ -231,27 +231,54 @@ def test_an_object_that_its_class_cannot_make_is_reported(made: Any) -> None:
 
 
 SCRIPT = """
-import datasets
+from types import SimpleNamespace
+
+from {module} import Keeper
 from resumekit.capture import UserState
 
-keeper = datasets.Keeper()
-state = UserState({"keeper": keeper}, key="callbacks/attributes")
-keeper.count += 1
-print(list(state.digests()))
+own = SimpleNamespace(keeper=Keeper())
+state = UserState({{"own": own}}, key="callbacks/attributes")
+own.keeper.count += 1
+print("own.keeper.count" in state.digests())
 """
+KEEPER = "class Keeper:\n    count = 0\n"
 
 
-def test_a_module_next_to_the_script_is_no_library(tmp_path: Path) -> None:
-    """Many projects have a ``datasets.py``, which is not Hugging Face's."""
-    (tmp_path / "datasets.py").write_text("class Keeper:\n    count = 0\n")
-    (tmp_path / "script.py").write_text(SCRIPT)
-    root = Path(__file__).parents[2]
+def digests_in_a_script(folder: Path, module: str, files: dict[str, str], path: str) -> str:
+    """What a script in a folder of its own prints, which imports its class from a module."""
+    for name, content in {**files, "tools/script.py": SCRIPT.format(module=module)}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+    root, given = Path(__file__).parents[2], [str(folder / each) for each in path.split()]
     done = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        [sys.executable, "tools/script.py"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*given, str(root)])},
         capture_output=True,
         text=True,
-        check=False,
+        check=True,
     )
-    assert done.stdout == "['keeper.count']\n", done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("module", "file", "path"),
+    [
+        ("datasets", "tools/datasets.py", "tools"),
+        ("datasets", "lib/datasets.py", "lib"),
+        ("evaluate.keepers", "evaluate/keepers.py", "."),
+        ("swanlab.keepers", "swanlab/keepers.py", "."),
+    ],
+    ids=["next to the script", "in another folder", "a folder", "a folder of what is missing"],
+)
+def test_a_module_of_the_users_is_no_library(
+    tmp_path: Path, module: str, file: str, path: str
+) -> None:
+    """Many projects have a ``datasets.py``, which is not Hugging Face's."""
+    assert digests_in_a_script(tmp_path, module, {file: KEEPER}, path) == "True"
+
+
+def test_a_library_that_was_installed_to_be_edited_is_one(tmp_path: Path) -> None:
+    metadata = "Metadata-Version: 2.1\nName: datasets\nVersion: 9.0\n"
+    files = {"src/datasets.py": KEEPER, "site/datasets-9.0.dist-info/METADATA": metadata}
+    assert digests_in_a_script(tmp_path, "datasets", files, "site src") == "False"

@@ -23,6 +23,7 @@ from datetime import date, datetime, timedelta
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
+from importlib import metadata
 from itertools import chain
 from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any
@@ -320,11 +321,10 @@ def memory_of(value: Any) -> Any:
 def _is_leaf(module: str) -> bool:
     """Whether a module is one of the leaf table, or a part of one."""
     parts = module.split(".")
-    if _is_next_to_script(parts[0]):
-        return False
-    return any(".".join(parts[:n]) in _LEAVES for n in range(1, len(parts) + 1)) or (
+    is_named = any(".".join(parts[:n]) in _LEAVES for n in range(1, len(parts) + 1)) or (
         parts[0] == "torch" and len(parts) > 1 and parts[1].startswith("_")
     )
+    return is_named and not _is_own(parts[0])
 
 
 def _kind_of_object(kind: Any) -> Kind:
@@ -383,21 +383,28 @@ def slots_of(kind: type) -> tuple[str, ...]:
 
 @functools.cache
 def top_package(kind: type) -> str:
-    """The top-level package of the module that defines a class; empty for one of the script's."""
+    """The top-level package of the module that defines a class; empty for one of the user's."""
     name = str(kind.__module__).partition(".")[0]  # a class may have a property of this name
-    return "" if _is_next_to_script(name) else name
+    return "" if _is_own(name) else name
 
 
 @functools.cache
-def _is_next_to_script(package: str) -> bool:
-    """Whether a package or module lies in the folder of the script, as its own ``datasets.py``."""
-    file = getattr(sys.modules.get(package), "__file__", None)
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
-    if file is None or script is None:
+def _is_own(package: str) -> bool:
+    """Whether a package or a module is the user's, as a ``datasets.py`` or a folder ``evaluate``.
+
+    A library that is no library file is one that was installed from its sources, to be edited.
+    """
+    module = sys.modules.get(package)
+    folders = [Path(each).absolute() for each in getattr(module, "__path__", ())]
+    file = getattr(module, "__file__", None) or next(iter(map(str, folders)), None)
+    if file is None or is_library_file(file) or package == "resumekit":
         return False
-    found = Path(file).absolute()
-    found = found.parent if found.stem == "__init__" else found
-    return found.parent == Path(script).absolute().parent
+    try:
+        installed = metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        return True
+    places = [Path(str(installed.locate_file(name))) for name in (package, f"{package}.py")]
+    return any(each.exists() for each in places) and not {Path(file), *folders} & {*places}
 
 
 def parts_of_call(value: Any) -> list[Any]:
