@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import runpy
 import signal
@@ -648,3 +649,31 @@ def test_a_best_metric_that_is_reported_is_no_warning(
                 checkpointer.step()
             checkpointer.report(eval_loss=0.5)
     assert not messages(caplog, logging.WARNING)
+
+
+# ---------------------------------------------------------------- an error that the program catches
+
+
+def fetch_from(checkpointer: Checkpointer) -> None:
+    """Asks for two epochs of batches without a step: an error at the end of the second."""
+    for _ in checkpointer.batches(loader(), epochs=2):
+        pass
+
+
+def test_an_error_of_the_loop_that_the_program_catches_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make(tmp_path) as checkpointer, contextlib.suppress(Exception):
+        fetch_from(checkpointer)
+    (record,) = (each for each in caplog.records if each.levelno == logging.ERROR)
+    assert "the program caught an error and runs on, nothing is saved" in record.getMessage()
+    assert "step()" in record.getMessage()
+
+
+def test_an_error_of_the_loop_that_is_passed_on_is_not_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make(tmp_path) as checkpointer, pytest.raises(LoopError) as raised:
+        fetch_from(checkpointer)
+    assert raised.value is not None
+    assert not [each for each in caplog.records if each.levelno == logging.ERROR]

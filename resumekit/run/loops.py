@@ -9,14 +9,35 @@ several loops under way it is that of the one that leads, see ``progress.LoopOrd
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import weakref
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from resumekit.data import Feed, Source
-from resumekit.errors import DataPositionError
+from resumekit.errors import DataPositionError, ResumekitError
+from resumekit.log import logger
 
 if TYPE_CHECKING:
     from resumekit.run.step_boundary import StepBoundary
+
+
+def _reports_when_caught(fetch: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Logs an error of a fetch when it is gone and the program is not.
+
+    A bare ``except`` around ``next(batches)``, to begin a loader again, catches any error.
+    """
+
+    @functools.wraps(fetch)
+    def wrapped(loop: Any) -> Any:
+        try:
+            return fetch(loop)
+        except ResumekitError as error:
+            text = f"the program caught an error and runs on, nothing is saved: {error}"
+            weakref.finalize(error, logger.error, text).atexit = False
+            raise
+
+    return wrapped
 
 
 class Batches:
@@ -82,6 +103,7 @@ class Batches:
             raise TypeError("the number of batches of this loop is not known")
         return per_epoch * (self._epochs if self._epochs is not None else 1)
 
+    @_reports_when_caught
     def __next__(self) -> Any:
         checkpointer, feed = self._checkpointer, self._feed
         order, names = checkpointer._loop_order, feed.names
@@ -213,6 +235,7 @@ class Epochs:
             raise TypeError("the number of epochs of this loop is not known")
         return self._num_epochs
 
+    @_reports_when_caught
     def __next__(self) -> int:
         checkpointer, variables = self._checkpointer, self._checkpointer._run.variables
         epoch = checkpointer.progress.epoch if self._epoch is None else self._epoch + 1
