@@ -271,8 +271,7 @@ class Encoder:
         return self._data(kind, value)
 
     def _data(self, kind: Kind, value: Any) -> list[Any]:
-        is_tensor = kind is Kind.TENSOR
-        if is_tensor and value not in self._foreign:
+        if kind is Kind.TENSOR:
             return self._tensor(value)
         if kind is Kind.ARRAY and not value.dtype.hasobject:
             return ["array", self._next_to(value)]
@@ -286,11 +285,17 @@ class Encoder:
             state = value.state_dict()
             encode(state, where="")  # raises where a part of it cannot be stored
             return ["stateful", class_name(value), self._next_to(state)]
-        if kind in (Kind.LEAF, Kind.NAMED, Kind.STATEFUL) or is_tensor:
+        if kind in (Kind.LEAF, Kind.NAMED, Kind.STATEFUL):
             return _as_it_is(value)
         raise UncapturedError(f"{describe(value)} in it cannot be saved")
 
     def _tensor(self, value: Any) -> list[Any]:
+        if value in self._foreign:
+            if not self._has_live(value):
+                raise UncapturedError(
+                    f"{describe(value)} in it is memory of a model or an optimizer, not a copy"
+                )
+            return ["live"]
         if value.layout is not torch.strided or value.is_quantized or value.is_nested:
             what = f"{value.layout}, {value.dtype}"
             raise UncapturedError(f"a {type(value).__name__} that cannot be stored ({what})")
