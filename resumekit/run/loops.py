@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from resumekit.data import Feed, Source
 from resumekit.errors import DataPositionError, ResumekitError
@@ -21,15 +21,17 @@ from resumekit.log import logger
 if TYPE_CHECKING:
     from resumekit.run.step_boundary import StepBoundary
 
+_Given = TypeVar("_Given")
 
-def _reports_when_caught(fetch: Callable[[Any], Any]) -> Callable[[Any], Any]:
+
+def _reports_when_caught(fetch: Callable[[Any], _Given]) -> Callable[[Any], _Given]:
     """Logs an error of a fetch when it is gone and the program is not.
 
     A bare ``except`` around ``next(batches)``, to begin a loader again, catches any error.
     """
 
     @functools.wraps(fetch)
-    def wrapped(loop: Any) -> Any:
+    def wrapped(loop: Any) -> _Given:
         try:
             return fetch(loop)
         except ResumekitError as error:

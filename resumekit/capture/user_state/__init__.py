@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from resumekit.capture.user_state.attributes import Holder
+from resumekit.capture.user_state.secrets import is_secret
 from resumekit.capture.user_state.user_state import (
     UserState,
     attribute_components,
@@ -15,7 +16,6 @@ from resumekit.capture.user_state.value_types import (
     fingerprints_of,
     is_code,
     is_left_out,
-    is_secret,
     is_user_object,
 )
 from resumekit.capture.user_state.walk import Paths, Seen, Walk, content_digest, trained_parameters

@@ -34,6 +34,7 @@ from resumekit.capture.user_state.digests import (
     global_name,
     reduced,
 )
+from resumekit.capture.user_state.secrets import is_secret
 from resumekit.capture.user_state.value_types import (
     CODE,
     MAPPINGS,
@@ -44,7 +45,6 @@ from resumekit.capture.user_state.value_types import (
     class_of,
     is_library,
     is_namedtuple,
-    is_secret,
     items_of,
     kind_of,
     kind_of_class,
@@ -543,7 +543,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _as_it_is(value: Any) -> list[Any]:
-    """A node for what the next launch has: at the same place, or under the same name."""
+    """A node for what the next launch has: at the same position, or under the same name."""
     return ["named", sort_of(value)] if kind_of(value) in NAMED else ["live"]
 
 

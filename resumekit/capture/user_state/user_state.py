@@ -27,12 +27,12 @@ from resumekit.capture.user_state.decoding import Decoder, device_of
 from resumekit.capture.user_state.digests import TOO_MANY, UncapturedError
 from resumekit.capture.user_state.encoding import Encoder, has_paths, read_nodes, sorts_in
 from resumekit.capture.user_state.paths import is_below, moved_state
+from resumekit.capture.user_state.secrets import is_secret
 from resumekit.capture.user_state.value_types import (
     SCALARS,
     Kind,
     is_code,
     is_library,
-    is_secret,
     kind_of,
 )
 from resumekit.capture.user_state.walk import (

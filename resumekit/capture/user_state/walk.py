@@ -39,6 +39,7 @@ from resumekit.capture.user_state.digests import (
     plain_digest,
     size_of,
 )
+from resumekit.capture.user_state.secrets import is_secret
 from resumekit.capture.user_state.value_types import (
     CODE,
     LIBRARIES,
@@ -47,7 +48,6 @@ from resumekit.capture.user_state.value_types import (
     class_of,
     is_library,
     is_object_of_library,
-    is_secret,
     kind_of,
     names_in,
     parts_in,
