@@ -1,8 +1,11 @@
-"""Programs whose resume is wrong: of a loader the position is left out, a stream is out of date."""
+"""Programs whose resume is wrong: of a loader the position is left out, a stream is out of date.
+
+``ppo`` has the parts of Lightning's example ``reinforce_learn_ppo.py``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning
@@ -70,3 +73,66 @@ def on_policy(directory: str, *, record: Recorder, **options: Any) -> None:
     module = ByHand()
     loader = DataLoader(OnPolicy(module.net), batch_size=BATCH_SIZE)
     fit(module, directory, record, loader=loader, **options)
+
+
+class ExperienceSource(IterableDataset[Any]):
+    """Gives what a method of the module generates."""
+
+    def __init__(self, generate_batch: Callable[[], Iterator[Any]]) -> None:
+        self.generate_batch = generate_batch
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.generate_batch()
+
+
+class Ppo(lightning.LightningModule):
+    """An actor and a critic that learn from trajectories of the actor, a new one in each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.actor, self.critic = layers(), layers()
+
+    def generate_trajectory_samples(self) -> Iterator[Any]:
+        states, actions, rewards = [], [], []
+        state = torch.zeros(4)
+        for _ in range(BATCHES * BATCH_SIZE):
+            with torch.no_grad():
+                action = self.actor(state) + 0.1 * torch.randn(1)
+            states.append(state)
+            actions.append(action)
+            state = 0.5 * state + 0.3 * action + 0.1 * torch.randn(4)
+            rewards.append(-state.abs().mean())
+        yield from zip(states, actions, rewards, strict=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, torch.Tensor]:
+        states, actions, rewards = batch
+        optimizers: Any = self.optimizers()
+        values = self.critic(states).squeeze(1)
+        advantages = (rewards - values).detach()
+        loss_actor = (advantages * (self.actor(states) - actions).square().squeeze(1)).mean()
+        loss_critic = torch.nn.functional.mse_loss(values, rewards)
+        for optimizer, loss in zip(optimizers, (loss_actor, loss_critic), strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return {"loss": loss_critic.detach()}
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(ExperienceSource(self.generate_trajectory_samples), BATCH_SIZE)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(net.parameters(), lr=0.01) for net in (self.actor, self.critic)]
+
+
+def ppo(directory: str, *, record: Recorder, **options: Any) -> None:
+    """The actor of an epoch's start makes its trajectories."""
+    lightning.seed_everything(0, verbose=False)
+    module = Ppo()
+    fit(module, directory, record, loader=module.train_dataloader(), **options)
+
+
+def ppo_of_another(directory: str, *, record: Recorder, **options: Any) -> None:
+    """The control: a module that nobody trains makes the trajectories."""
+    lightning.seed_everything(0, verbose=False)
+    fit(Ppo(), directory, record, loader=Ppo().train_dataloader(), **options)

@@ -1,5 +1,7 @@
 """The journal calls a resume different that lacks state which no loss of the next step shows.
 
+A stream that training feeds is reported at the start of each launch, and never called identical.
+
 Each program is killed by SIGKILL, and resumed without a part of its state. The judge, which asks
 the library for nothing, sees that the weights differ; so must the journal within the steps that are
 repeated.
@@ -11,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judge import Judge
+from judge import Judge, Verdict, assert_verdict
 from preloads import LIGHTNING, TORCH
 from reviewed_launches import KilledLaunches
 
+from resumekit.journal import DIRECTORY, verdicts
 from resumekit.testing.trace_checks import worst_verdict
 
 # Saved after step 10, inside an epoch, and killed after 14: four steps are repeated.
@@ -70,3 +73,28 @@ def test_without_the_position_the_journal_says_different(judge: Judge, program: 
 def test_with_the_state_the_journal_says_identical(judge: Judge, program: str) -> None:
     """The negative control: nothing is called different that the judge finds equal."""
     assert verdict_of_journal(judge, program) == ("", "identical")
+
+
+# Inside an epoch of 7 steps, twice: the second resume is to what the first one has saved.
+CHAIN: dict[str, Any] = {"kills": (12, 15), "save_every": 3}
+
+
+@pytest.mark.parametrize("name", ["ppo", "on_policy"])
+def test_a_stream_that_training_feeds_is_lost_from_the_start_of_each_launch(
+    judge: Judge, name: str
+) -> None:
+    reported = f"the stream uses {'Ppo' if name == 'ppo' else 'ByHand'}, which training changes"
+    judgement = judge.verdict(f"lost_state:{name}", names=[reported], **CHAIN)
+    assert_verdict(judgement, Verdict.REPORTED)
+    assert not judgement.strict.steps, str(judgement)
+    for each in judgement.launches:
+        at_start = [text for num_steps, text in each.warnings if not num_steps]
+        assert any(text.startswith(f"data: lost ({reported}") for text in at_start), str(judgement)
+    newest = max(judge.directory.glob("run-*"), key=_number)
+    words = [each.verdict.word for each in verdicts(newest / DIRECTORY)]
+    assert words == ["different", "different"]
+
+
+def test_a_stream_that_another_module_feeds_is_exact_and_not_reported(judge: Judge) -> None:
+    """The negative control."""
+    assert_verdict(judge.verdict("lost_state:ppo_of_another", **CHAIN), Verdict.EXACT)

@@ -27,7 +27,12 @@ from resumekit.data.loader_introspection import (
 )
 from resumekit.data.rng_recording import FetchRecorder
 from resumekit.data.source import Source, user_objects
-from resumekit.data.stream_objects import MakeUserState, StreamObjects
+from resumekit.data.stream_objects import (
+    FindParameters,
+    MakeUserState,
+    ModelsInUse,
+    StreamObjects,
+)
 from resumekit.data.workers import PersistentWorkers
 from resumekit.errors import DataPositionError
 from resumekit.log import logger
@@ -46,6 +51,10 @@ _OTHER_BATCHES = (
 )
 
 
+_TRAINED = (
+    "which training changes, so a resume inside an epoch may give others: save where an epoch "
+    "ends, or use it in the training step"
+)
 _READ_LATER = "while the stream may read it: let __iter__ read it before the first yield"
 _UNKNOWN = (
     "is replayed from the start of the epoch; exact only when nothing but random "
@@ -86,6 +95,8 @@ class ReplaySource(Source):
         self._start: dict[str, Any] | None = None
         self._objects: StreamObjects | None = None
         self._watched: StreamObjects | None = None  # where training may change what is read
+        calls = ("dataset", "collate_fn", "sampler", "batch_sampler")
+        self._models = ModelsInUse([loader, *(getattr(self._stream, each, None) for each in calls)])
         self._at_end = False
         self._ran_ahead = False  # persistent workers did, in an epoch that was left early
         self._differs = False  # drawn again, the batches were others
@@ -107,10 +118,19 @@ class ReplaySource(Source):
             has_workers = self._stream is not None and self._stream.num_workers  # with copies
             self._watched = None if has_workers else self._objects
 
+    def watch_models(self, trained: FindParameters) -> None:
+        self._models.look(trained())
+
+    @property
+    def fed_by(self) -> str:
+        return self._models.found
+
     # ---------------------------------------------------------------- how exact it is
 
     @property
     def fidelity(self) -> tuple[Fidelity, str]:
+        if self.fed_by:
+            return Fidelity.LOST, f"the stream uses {self.fed_by}, {_TRAINED}"
         if self._differs:
             return Fidelity.LOST, _OTHER_BATCHES
         if type(self.loader) in _SEQUENCES:
@@ -211,7 +231,8 @@ class ReplaySource(Source):
         if self._fetches is not None:
             self._fetches.before(self.batch)
         try:
-            batch = next(self._iterator)
+            with self._models.watched():
+                batch = next(self._iterator)
         except StopIteration:
             self._at_end = True
             raise

@@ -201,6 +201,11 @@ class DataPosition(ComponentState):
         words += [content.fidelity for content in self._contents.values()]
         return max(words, key=lambda word: order.index(word[0]), default=(Fidelity.EXACT, ""))
 
+    @property
+    def fed_by(self) -> str:
+        """The class of a model that training changes and a replayed stream uses, if any."""
+        return next((each.fed_by for each in self.sources.values() if each.fed_by), "")
+
     def _fidelity_of(self, source: Source) -> tuple[Fidelity, str]:
         fidelity, reason = source.fidelity
         if self._seed is None or source.keyed or fidelity is Fidelity.EXACT:

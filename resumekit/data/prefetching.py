@@ -15,7 +15,7 @@ from resumekit.data.loader_introspection import INNER, announce_epoch, rewrap, w
 from resumekit.data.map_style import MapSource
 from resumekit.data.resharding import FittedPosition, fit_around_inner
 from resumekit.data.source import Source
-from resumekit.data.stream_objects import MakeUserState
+from resumekit.data.stream_objects import FindParameters, MakeUserState
 from resumekit.errors import DataPositionError
 from resumekit.state import Fidelity
 
@@ -58,9 +58,16 @@ class OuterSource(Source):
     def follow_objects(self, follow: MakeUserState) -> None:
         self._inner.follow_objects(follow)
 
+    def watch_models(self, trained: FindParameters) -> None:
+        self._inner.watch_models(trained)
+
     @property
     def fidelity(self) -> tuple[Fidelity, str]:
         return self._inner.fidelity
+
+    @property
+    def fed_by(self) -> str:
+        return self._inner.fed_by
 
     @property
     def geometry(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from resumekit.data.loader_introspection import (
     loader_generators,
 )
 from resumekit.data.resharding import FittedPosition, fit_at_epoch_start
-from resumekit.data.stream_objects import MakeUserState
+from resumekit.data.stream_objects import FindParameters, MakeUserState
 from resumekit.state import Fidelity, Stateful
 
 
@@ -72,6 +72,11 @@ class Source(ABC):
     def fidelity(self) -> tuple[Fidelity, str]:
         """How exactly the position and its RNG states are restored, and why not."""
 
+    @property
+    def fed_by(self) -> str:
+        """The class of a model that training changes and that makes the batches, where known."""
+        return ""
+
     @abstractmethod
     def begin(self, epoch: int) -> None:
         """Starts the epoch, or continues it at the checkpoint's position."""
@@ -96,6 +101,9 @@ class Source(ABC):
 
     def follow_objects(self, follow: MakeUserState) -> None:  # noqa: B027 - most do not read them again
         """Takes what makes the user state of the objects that the loader calls."""
+
+    def watch_models(self, trained: FindParameters) -> None:  # noqa: B027 - most replay nothing
+        """Takes what gives the parameters that training changes."""
 
     def prime(self) -> None:  # noqa: B027 - most fetch nothing ahead
         """Fetches what is fetched ahead of the epoch's first batch."""

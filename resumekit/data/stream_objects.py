@@ -14,18 +14,24 @@ import gc
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias
 
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from resumekit.capture import Holder, UserState, content_digest
+from resumekit.capture.user_state import is_object_of_library, is_user_object
 from resumekit.log import logger
 from resumekit.state import Fidelity
 
 # Makes the user state of some objects, without what other components of the run save.
 MakeUserState: TypeAlias = Callable[[Mapping[str, Holder]], UserState]
+
+# Gives the class of the model by the id of each parameter that training changes.
+FindParameters: TypeAlias = Callable[[], Mapping[int, str]]
 
 
 _NUM_NAMED = 3
@@ -137,7 +143,6 @@ class StreamObjects(ObjectsAtStart):
         self._changed: list[str] | None = None  # what was reported of the last batch
         self._num_batches = 0
         self._is_first_epoch = True
-        self._models: list[str] = []  # trained ones that the stream may use, by class
         self._read: list[Any] = []  # that the stream still reads after its first batch
         self._read_digest: int | None = None  # None: it reads the objects, or nobody knows
 
@@ -166,9 +171,7 @@ class StreamObjects(ObjectsAtStart):
                 self._by_stream |= _difference(self._first, self._state.digests())
                 self._is_first_epoch = False
             has_changed = bool(self._by_training)  # after the epoch began, before the first read
-            read = still_readable(iterator)
-            self._models = sorted(set(_trained_models(read)))
-            self._read = [] if has_changed else read
+            self._read = [] if has_changed else still_readable(iterator)
             self._read_digest = None if has_changed else self._digest_of_read()
             if self._read_digest is None:
                 self._read = []  # nothing is to live longer because of this
@@ -184,7 +187,7 @@ class StreamObjects(ObjectsAtStart):
             changed = self._by_training & now.keys()
             changed |= _difference(self._first, now) - self._by_stream
             is_read = self._read_digest is None or self._read_digest != self._digest_of_read()
-            self._changed = [*self._models, *(sorted(changed) if is_read else ())]
+            self._changed = sorted(changed) if is_read else []
         return self._changed or []
 
     def _digest_of_read(self) -> int | None:
@@ -207,12 +210,65 @@ class StreamObjects(ObjectsAtStart):
         return marks
 
 
-def _trained_models(values: Iterable[Any]) -> Iterator[str]:
-    """The classes of the modules with gradients among some objects and their attributes."""
-    for value in values:
-        for each in (value, *getattr(value, "__dict__", {}).values()):
-            if isinstance(each, nn.Module) and any(p.requires_grad for p in each.parameters()):
-                yield type(each).__name__
+class ModelsInUse:
+    """Which model that training changes a stream uses.
+
+    A resume inside an epoch makes the used batches again with the weights of the interruption; what
+    these were when the epoch began, nobody keeps.
+
+    Args:
+        holders: what the loader calls: what these lead to is known before the first batch.
+
+    Attributes:
+        found: the class of the model; empty while none is known.
+    """
+
+    def __init__(self, holders: Iterable[Any]) -> None:
+        self._holders = [*holders]
+        self._trained: Mapping[int, str] = {}
+        self.found = ""
+
+    def look(self, trained: Mapping[int, str]) -> None:
+        """Looks for models in what the loader calls, and from now on in what it runs.
+
+        Args:
+            trained: the class of the model by the id of each parameter that training changes.
+        """
+        self._trained = trained
+        for each in _leaves(self._holders, _parts_of_user):
+            if isinstance(each, nn.Module):
+                self._note(each)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """While a batch is made: sees the models that run, whatever leads to them."""
+        if self.found or not self._trained:
+            yield
+            return
+        handle = register_module_forward_pre_hook(lambda module, _: self._note(module))
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _note(self, module: nn.Module) -> None:
+        names = (self._trained.get(id(each)) for each in module.parameters())
+        self.found = self.found or next(filter(None, names), "")
+
+
+def _parts_of_user(value: Any) -> Iterable[Any] | None:
+    """What is used through an object of the user's, a container or a function; None for others.
+
+    Objects of libraries are not entered: a trainer has the model, whatever it is asked for.
+    """
+    kind: Any = type(value)
+    if isinstance(value, nn.Module) or is_object_of_library(kind):
+        return None
+    if isinstance(value, _SIZED):
+        items = value.values() if isinstance(value, dict) else value
+        return [*islice(items, _MAX_MARKED)]
+    parts = _parts(value)
+    return [*vars(value).values()] if parts is None and is_user_object(value) else parts
 
 
 def _mark(value: Any) -> Any:
@@ -243,14 +299,19 @@ def still_readable(iterator: Any) -> list[Any]:
     Args:
         iterator: it is suspended, or was not started.
     """
+    return _leaves([iterator], _parts)
+
+
+def _leaves(values: Iterable[Any], parts_of: Callable[[Any], Iterable[Any] | None]) -> list[Any]:
+    """The objects that values lead to and that have no parts themselves."""
     found: list[Any] = []
-    waiting, met = [iterator], dict[int, Any]()
+    waiting, met = [*values], dict[int, Any]()
     while waiting:
         value = waiting.pop()
         if id(value) in met:
             continue
         met[id(value)] = value
-        parts = _parts(value)
+        parts = parts_of(value)
         if parts is None:
             found.append(value)
         else:

@@ -250,8 +250,10 @@ class Comparison:
                 f"loss differs by up to {self._largest:.1e}" if self._largest else "weights differ"
             )
             loss = f"{what}, no proof: {self._loss_obstacle}"
-        if self._obstacle:
-            return Verdict("not comparable", self._num_steps, self._obstacle, loss)
+        model = self._now.fed_by
+        fed = f"a stream uses {model}, which training changes" if model else ""
+        if self._obstacle or fed:
+            return Verdict("not comparable", self._num_steps, self._obstacle or fed, loss)
         missing = [each for each in (SAMPLE_IDS, WEIGHT_SAMPLES) if each not in self._compared]
         reason = f"{' and '.join(missing)} not compared" if missing else ""
         return Verdict("identical", self._num_steps, reason, loss)

@@ -10,7 +10,7 @@ import sys
 import time
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
@@ -186,6 +186,8 @@ class Header:
         environment: device type, thread count, versions: what the bits of a loss depend on.
         excluded: components that the resume did not load, because ``exclude`` names them or the
             checkpoint lacks them.
+        fed_by: the class of a model that training changes and a replayed stream uses, so that no
+            step of it counts as repeated; empty without one.
     """
 
     run_id: str
@@ -202,6 +204,7 @@ class Header:
     code: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
     excluded: tuple[str, ...] = ()
+    fed_by: str = ""
 
     def to_bytes(self) -> bytes:
         """The header as JSON."""
@@ -217,7 +220,7 @@ class Header:
                 FORMAT,
                 FORMAT_VERSION,
             )
-            if not is_known or set(content) != {each.name for each in fields(cls)}:
+            if not is_known:
                 return None
             tuples = {name: tuple(content[name]) for name in ("lineage", "excluded")}
             return cls(**{**content, **tuples})

@@ -274,6 +274,7 @@ class RunComponents:
             self._loader_state.add(user_objects(source), self.variables.first_of)
             if streams:
                 source.follow_objects(self._follow_stream)
+                source.watch_models(self._trained_parameters)
 
     def _follow_stream(self, objects: Mapping[str, Holder]) -> UserState:
         """The user state of what a stream reads; modules are not set to what they were then.
@@ -310,6 +311,13 @@ class RunComponents:
         objects = {n: each for n, each in parts.items() if is_user_object(each)}
         state.extend_baseline(objects, is_script=False)
         return state
+
+    def _trained_parameters(self) -> dict[int, str]:
+        """The class of the model by the id of each parameter that training may change."""
+        states = (e.state for e in self.all if not isinstance(e.stateful, UserState))
+        saved = (e for each in states for e in each.live_objects() if isinstance(e, nn.Module))
+        modules = [*self._modules_of_others(), *saved]  # submodules first
+        return {id(p): type(m).__name__ for m in modules for p in m.parameters() if p.requires_grad}
 
     def _modules_of_others(self) -> list[Any]:
         return [each for each in self._objects_of_others() if isinstance(each, nn.Module)]

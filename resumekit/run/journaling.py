@@ -409,6 +409,7 @@ def header_of_attempt(
         code=code_digests(),
         environment=environment(owned.optimizers()),
         excluded=(*(sorted(options.exclude) if parent else ()), *fresh),
+        fed_by=owned.position.fed_by,
     )
     earlier = lineage(store.directory, header, parent.attempt if parent else None)
     return replace(header, lineage=earlier)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from resumekit.adapters.torch import Checkpointer
 from resumekit.errors import InexactError
+from resumekit.journal import DIRECTORY, verdicts
 
 EPOCHS, SIZE, BATCH_SIZE, SAVE_EVERY = 4, 8, 2, 3
 NUM_STEPS = EPOCHS * SIZE // BATCH_SIZE
@@ -284,34 +286,196 @@ def warnings_in(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 class Rollout(IterableDataset[torch.Tensor]):
-    """Gives what a model makes of its last sample, with the weights of that moment.
+    """Gives what a policy makes of its last sample, with the weights of that moment.
 
     Args:
-        model: of the policy.
+        policy: a model, or what calls one.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, policy: Any) -> None:
+        self.policy = policy
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         sample = torch.ones(1)
         for _ in range(SIZE):
             with torch.no_grad():
-                sample = self.model(sample)
+                sample = self.act(sample)
             yield sample
 
+    def act(self, sample: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.policy(sample)
+        return found
 
-@pytest.mark.parametrize("is_trained", [True, False])
-def test_a_stream_that_uses_the_trained_model_is_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_trained: bool
+
+class AtItsStart(Rollout):
+    """Makes all samples of an epoch before it gives the first one."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from [*super().__iter__()]
+
+
+class Generated(IterableDataset[torch.Tensor]):
+    """Gives what a function generates, as in Lightning's PPO example."""
+
+    def __init__(self, generate: Callable[[], Iterator[torch.Tensor]]) -> None:
+        self.generate = generate
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return self.generate()
+
+
+class Actor(nn.Linear):
+    def trajectory(self) -> Iterator[torch.Tensor]:
+        yield from AtItsStart(self)
+
+
+class Agent:
+    def __init__(self, model: nn.Module) -> None:
+        self.nets = {"policy": model}
+
+    def __call__(self, sample: torch.Tensor) -> Any:
+        return self.nets["policy"](sample)
+
+
+class ByGlobalName(Rollout):
+    """No attribute leads to its policy."""
+
+    def act(self, sample: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = POLICY[0](sample)
+        return found
+
+
+POLICY: list[nn.Module] = []
+
+
+def by_global_name(model: nn.Module) -> DataLoader[Any]:
+    POLICY[:] = [model]
+    return loader_of(ByGlobalName(None))
+
+
+def loader_of(stream: Any, **options: Any) -> DataLoader[Any]:
+    return DataLoader(stream, BATCH_SIZE, **options)
+
+
+def acted(model: nn.Module, samples: Any) -> Any:
+    with torch.no_grad():
+        return model(torch.tensor(samples).reshape(-1, 1))
+
+
+# What leads from the loader to the model.
+BY_WHAT_IT_HOLDS: dict[str, Callable[[Any], DataLoader[Any]]] = {
+    "an attribute": lambda model: loader_of(Rollout(model)),
+    "an attribute, read at the start": lambda model: loader_of(AtItsStart(model)),
+    "an object": lambda model: loader_of(Rollout(Agent(model))),
+    "a method": lambda model: loader_of(Generated(model.trajectory)),
+    "a function": lambda model: loader_of(Generated(lambda: iter(Rollout(model)))),
+    "a collate function": lambda model: loader_of(Plain(), collate_fn=partial(acted, model)),
+    "an attribute, in workers": lambda model: loader_of(AtItsStart(model), num_workers=1),
+}
+
+
+class Launches:
+    """Trains on what a stream makes by a policy, and is killed again and again.
+
+    Args:
+        directory: of the run.
+        make: the loader, of the model that is trained.
+    """
+
+    def __init__(self, directory: Path, make: Callable[[Any], DataLoader[Any]]) -> None:
+        self._directory = directory
+        self._make = make
+
+    def launch(self, capsys: pytest.CaptureFixture[str], *, last: int = -1, **options: Any) -> Any:
+        """The warnings with the number of steps before each, and the weights after each step."""
+        torch.manual_seed(0)
+        random.seed(0)
+        model = Actor(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        loader = self._make(model)
+        found: list[tuple[int, str]] = []
+        weights: dict[int, float] = {}
+        # What this function records is no state of the training.
+        options = {"save_every": SAVE_EVERY, "loop_variables": "off", **options}
+        with Checkpointer(self._directory, model=model, optimizer=optimizer, **options) as ckpt:
+            for batch in ckpt.batches(loader, epochs=EPOCHS):
+                found += [(len(weights), each) for each in warnings_in(capsys)]
+                optimizer.zero_grad()
+                (model(batch.float().reshape(-1, 1)) - 2).square().mean().backward()
+                optimizer.step()
+                ckpt.step()
+                weights[ckpt.progress.step] = float(model.weight.detach())
+                if ckpt.progress.step == last:
+                    break
+        return found, weights
+
+
+# Inside an epoch, where one ends, and inside one that was begun by a resumed launch.
+CHAIN = (5, 11, 14, -1)
+LOST = "data: lost (the stream uses Actor, which training changes"
+
+
+@pytest.mark.parametrize("way", BY_WHAT_IT_HOLDS)
+def test_a_stream_that_uses_the_trained_model_is_lost_from_each_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], way: str
 ) -> None:
-    model, frozen = nn.Linear(1, 1), nn.Linear(1, 1).requires_grad_(requires_grad=False)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    loader = DataLoader(Rollout(model if is_trained else frozen), batch_size=2)
-    checkpointer = Checkpointer(tmp_path, model=model, optimizer=optimizer, save_every=3)
-    for batch in checkpointer.batches(loader, epochs=1):
-        model(batch).square().mean().backward()
-        optimizer.step()
-        checkpointer.step()
-    reported = "training changes Linear while the stream may read it"
-    assert any(reported in line for line in warnings_in(capsys)) == is_trained
+    make = BY_WHAT_IT_HOLDS[way]
+    with pytest.raises(InexactError, match="the stream uses Actor, which training changes"):
+        Launches(tmp_path / "strict", make).launch(capsys, strict=True)
+    assert not list((tmp_path / "strict").glob("step-*"))
+    _, expected = Launches(tmp_path / "whole", make).launch(capsys)
+    launches = Launches(tmp_path / "run", make)
+    differs = []
+    for last in CHAIN:
+        warnings, weights = launches.launch(capsys, last=last)
+        assert any(num == 0 and LOST in text for num, text in warnings), warnings
+        differs.append(any(expected[step] != each for step, each in weights.items()))
+    # A collate function makes no batch but the next one, and that by the present weights.
+    assert differs == [False, *([way != "a collate function"] * 3)]
+    words = {each.verdict.word for each in verdicts(tmp_path / "run" / DIRECTORY)}
+    assert words <= {"different", "not comparable"}
+    assert words
+
+
+def test_a_stream_that_finds_the_model_otherwise_is_lost_from_its_first_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launches = Launches(tmp_path / "run", by_global_name)
+    for last in CHAIN:
+        warnings, _ = launches.launch(capsys, last=last)
+        assert any(num <= 1 and LOST in text for num, text in warnings), warnings
+    with pytest.raises(InexactError, match="the stream uses Actor, which training changes"):
+        Launches(tmp_path / "strict", by_global_name).launch(capsys, last=2, strict=True)
+
+
+def frozen(_: nn.Module) -> DataLoader[Any]:
+    torch.manual_seed(1)
+    return loader_of(Rollout(nn.Linear(1, 1)))  # no optimizer has its parameters
+
+
+def without_one(_: nn.Module) -> DataLoader[Any]:
+    return loader_of(Sampled())
+
+
+@pytest.mark.parametrize("make", [frozen, without_one])
+def test_a_stream_that_uses_no_trained_model_is_exact_and_not_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Callable[[Any], DataLoader[Any]]
+) -> None:
+    _, expected = Launches(tmp_path / "whole", make).launch(capsys)
+    launches = Launches(tmp_path / "run", make)
+    for last in CHAIN:
+        warnings, weights = launches.launch(capsys, last=last, strict=True)
+        assert not warnings
+        assert all(expected[step] == each for step, each in weights.items())
+
+
+def test_saved_where_epochs_end_the_stream_is_exact_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the report recommends."""
+    make = BY_WHAT_IT_HOLDS["a method"]
+    _, expected = Launches(tmp_path / "whole", make).launch(capsys)
+    launches = Launches(tmp_path / "run", make)
+    for last in CHAIN:
+        _, weights = launches.launch(capsys, last=last, save_every=SIZE // BATCH_SIZE)
+        assert all(expected[step] == each for step, each in weights.items())

@@ -51,6 +51,15 @@ def test_equal_steps_are_identical_and_counted() -> None:
     assert comparison.last_step == 9
 
 
+def test_steps_that_a_trained_model_feeds_are_never_identical() -> None:
+    fed = replace(NOW, fed_by="Actor")
+    past = [*STEPS, *WEIGHTS_OF_STEPS]
+    verdict = str(compare(past, past=past, header=fed).verdict)
+    reason = "a stream uses Actor, which training changes"
+    assert verdict == f"4 repeated steps: not comparable ({reason})"
+    assert compare([record(6, loss=0.5)], header=fed).verdict.word == "different"
+
+
 @pytest.mark.parametrize(
     ("has", "weights", "missing"),
     [

@@ -73,6 +73,10 @@ def test_a_header_of_a_newer_format_is_left_out(tmp_path: Path) -> None:
     assert path.exists()
 
 
+def test_a_header_that_an_earlier_version_wrote_is_read() -> None:
+    assert Header.from_bytes(HEADER.to_bytes().replace(b',"fed_by":""', b"")) == HEADER
+
+
 def test_attempts_are_numbered_and_all_ranks_of_one_have_its_number(tmp_path: Path) -> None:
     assert number_of_attempt(tmp_path / "missing", "a" * 32) == 1
     write(tmp_path, range(1))

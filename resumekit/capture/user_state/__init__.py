@@ -16,6 +16,7 @@ from resumekit.capture.user_state.value_types import (
     fingerprints_of,
     is_code,
     is_left_out,
+    is_object_of_library,
     is_user_object,
 )
 from resumekit.capture.user_state.walk import Paths, Seen, Walk, content_digest, trained_parameters
@@ -34,6 +35,7 @@ __all__ = [
     "fingerprints_of",
     "is_code",
     "is_left_out",
+    "is_object_of_library",
     "is_secret",
     "is_user_object",
     "label_of",
