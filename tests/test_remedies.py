@@ -332,7 +332,9 @@ _REASONS = {
         "Choose a directory that this job may write to",
         "Split the matrix",
     ),
-    "integration/user_scripts/test_sharded_moments.py follows it": ('pass per_rank={"{}"}',),
+    "integration/user_scripts/test_sharded_moments.py follows it": (
+        'pass per_rank={"{}"} (resumekit run: --per-rank {})',
+    ),
     "the error needs a process that dies, a race or a slow disk": (
         "Start the job again: it continues from its newest checkpoint",
         "End this process, and start it again when nothing changes the checkpoint",

@@ -2,7 +2,8 @@
 
 torchrun --nproc-per-node=2 sharded_moments.py --directory runs/moments --framework torch
 
-Without ``--per-rank optimizer`` no save is possible.
+Without ``--per-rank optimizer`` no save is possible. With ``--bare`` the script has no callback:
+``resumekit run`` attaches one.
 """
 
 from __future__ import annotations
@@ -162,7 +163,8 @@ def with_transformers(directory: str, **options: Any) -> None:
         optimizers=(optimizer, None),
         callbacks=[Recording()],
     )
-    trainer.add_callback(ResumeCallback(trainer, directory, **options))
+    if options:
+        trainer.add_callback(ResumeCallback(trainer, directory, **options))
     trainer.train()
 
 
@@ -200,7 +202,7 @@ def with_lightning(directory: str, **options: Any) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[ResumeCallback(directory, **options)],
+        callbacks=[ResumeCallback(directory, **options)] if options else [],
     )
     trainer.fit(Module(), DataLoader(Samples(), BATCH_SIZE, shuffle=True))
 
@@ -221,8 +223,13 @@ def train(directory: str, *, framework: str = "torch", **options: Any) -> None:
         framework: a key of ``FRAMEWORKS``.
         **options: of the adapter.
     """
+    run(directory, framework=framework, save_every=3, **options)
+
+
+def run(directory: str, *, framework: str, **options: Any) -> None:
+    """Trains; under a framework with a callback of its own only where there are options."""
     torch.manual_seed(0)
-    FRAMEWORKS[framework](directory, save_every=3, **options)
+    FRAMEWORKS[framework](directory, **options)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -230,4 +237,7 @@ def train(directory: str, *, framework: str = "torch", **options: Any) -> None:
 if __name__ == "__main__":
     args = arguments("framework", "per-rank")
     names = {args.per_rank} - {""}
-    train(args.directory, framework=args.framework, strict=args.strict, per_rank=names)
+    if args.bare:
+        run(args.directory, framework=args.framework)
+    else:
+        train(args.directory, framework=args.framework, strict=args.strict, per_rank=names)

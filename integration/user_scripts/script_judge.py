@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from official_scripts import MODULE
 
 from resumekit.journal import Verdict
 from resumekit.launcher import kill_processes
@@ -60,6 +61,7 @@ class Script:
         num_ranks: processes of each launch.
         kills: the steps after which the launches are killed.
         torchrun: start the ranks by torchrun, each launch cold, instead of one process each.
+        attached: the options of ``resumekit run``, which then starts torchrun; None without it.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Script:
     num_ranks: int = 1
     kills: tuple[int, ...] = (9, 12)  # the scripts save at 6 and 9: each resume repeats two steps
     torchrun: bool = False
+    attached: tuple[str, ...] | None = None
 
     def with_arguments(self, *arguments: str) -> Script:
         """The same script with further arguments."""
@@ -180,7 +183,8 @@ class ScriptJudge:
                 INJECT_VARIABLE: without if outputs else None,
                 THREADS_VARIABLE: str(num_threads) if outputs and num_threads else None,
             }
-            launch = self._launch_torchrun if script.torchrun else self._launch_forked
+            is_cold = script.torchrun or script.attached is not None
+            launch = self._launch_torchrun if is_cold else self._launch_forked
             statuses = launch(script, directory, environment, log, kill)
             outputs.append(log.read_text(encoding="utf-8", errors="replace"))
             if kill is not None and statuses:
@@ -290,9 +294,12 @@ class ScriptJudge:
         marker = "SCRIPT_JUDGE"
         given = {**os.environ, **self._environment, **environment, marker: str(log)}
         given["OMP_NUM_THREADS"] = given[THREADS_VARIABLE] or given["OMP_NUM_THREADS"]
-        command = [sys.executable, "-m", "torch.distributed.run"]
+        command = [*MODULE, "torch.distributed.run"]
         command += [f"--nproc-per-node={script.num_ranks}", f"--master-port={free_port()}"]
         command += [str(SCRIPTS / script.name), "--directory", str(directory / "run")]
+        if script.attached is not None:
+            words = ("run", "--dir", str(directory / "run"), "--max-restarts", "0")
+            command = [*MODULE, "resumekit.cli", *words, *script.attached, "--", *command]
         launch = Launch(
             [*command, *script.arguments],
             environment={k: v for k, v in given.items() if v is not None},

@@ -34,7 +34,7 @@ def test_the_remedy_of_the_error_makes_a_killed_run_exact(
     assert any(refused.statuses), "a save without the option was made"
     lines = refused.outputs[0].splitlines()
     error = next(line for line in lines if "RankDisagreementError: optimizer: " in line)
-    remedy = re.search(r'ranks differ .* or pass per_rank=\{"([^"]+)"\}\.$', error)
+    remedy = re.search(r'or pass per_rank=\{"([^"]+)"\} \(resumekit run: --per-rank \1\)\.$', error)
     assert remedy, error
     arguments = ("--per-rank", remedy[1], "--strict")
     judge.assert_exact(under(framework, *arguments, torchrun=torchrun))
@@ -45,6 +45,31 @@ def test_the_remedy_of_the_error_makes_a_killed_run_exact(
 def test_without_the_moments_it_differs(judge: ScriptJudge, framework: str) -> None:
     script = under(framework, "--per-rank", "optimizer", "--strict")
     judge.assert_differs(script, without="optimizer")
+
+
+def attached_under(framework: str, *options: str) -> Script:
+    return replace(under(framework, "--bare"), attached=("--save-every", "3", *options))
+
+
+@pytest.mark.quick("lightning")
+@pytest.mark.parametrize("framework", ["transformers", "lightning"])
+def test_the_option_of_resumekit_run_makes_a_killed_run_exact(
+    judge: ScriptJudge, framework: str
+) -> None:
+    refused = judge.run_uninterrupted(attached_under(framework))
+    assert any(refused.statuses), "a save without the option was made"
+    remedy = re.search(
+        r"RankDisagreementError: optimizer: .*(--per-rank \w+)\)", refused.outputs[0]
+    )
+    assert remedy, refused.outputs[0][-3000:]
+    script = attached_under(framework, *remedy[1].split())
+    judge.assert_exact(script)
+
+
+@pytest.mark.quick("lightning")
+@pytest.mark.parametrize("framework", ["transformers", "lightning"])
+def test_attached_and_without_the_moments_it_differs(judge: ScriptJudge, framework: str) -> None:
+    judge.assert_differs(attached_under(framework, "--per-rank", "optimizer"), without="optimizer")
 
 
 EACH, ALL_RANKS = "one state for each rank", "one state for all ranks"

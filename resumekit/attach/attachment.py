@@ -42,8 +42,7 @@ class Attachment:
     @property
     def options(self) -> dict[str, Any]:
         """The options of ``ResumeCallback`` that the user gave."""
-        every = self._settings.save_every
-        return {} if every is None else {"save_every": every}
+        return self._settings.options
 
     @property
     def is_allowed(self) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Any
 
 from resumekit.attach.frameworks import NOTED_MODULES
 from resumekit.cadence import parse_cadence
@@ -36,16 +37,24 @@ class AttachSettings:
     Args:
         directory: the run directory, an absolute path.
         save_every: as in ``Options``; None where the user did not give it.
+        per_rank: as in ``Options``.
 
     Raises:
-        ConfigurationError: not a positive number of steps nor a duration.
+        ConfigurationError: a value that has no meaning.
     """
 
     directory: str
     save_every: int | str | None = None
+    per_rank: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         parse_cadence(self.save_every)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of ``ResumeCallback`` that the user gave."""
+        given = {"save_every": self.save_every, "per_rank": frozenset(self.per_rank)}
+        return {name: value for name, value in given.items() if value}
 
 
 def attached_environment(

@@ -19,6 +19,13 @@ def run(
         str | None,
         typer.Option(metavar="STEPS|TIME", help="Save every 500 steps, or every 10min."),
     ] = None,
+    per_rank: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="COMPONENT",
+            help="A component of which each rank has its own state, e.g. optimizer. Repeatable.",
+        ),
+    ] = None,
     max_restarts: Annotated[
         int,
         typer.Option(min=0, help="Restarts in a row without a new checkpoint; 0 for no restart."),
@@ -28,7 +35,8 @@ def run(
     from resumekit.attach import AttachSettings
     from resumekit.supervisor import Supervisor
 
-    settings = AttachSettings(str(directory.expanduser().absolute()), cadence_of(save_every))
+    path = str(directory.expanduser().absolute())
+    settings = AttachSettings(path, cadence_of(save_every), per_rank or ())
     supervisor = Supervisor(
         command,
         settings,

@@ -297,7 +297,8 @@ class Replicas:
                     )
                 remedy = "declare the component per_rank"
                 if component.sharing_pattern is SharingPattern.REPLICATED:
-                    remedy = f'pass per_rank={{"{component.key}"}}'
+                    key = component.key
+                    remedy = f'pass per_rank={{"{key}"}} (resumekit run: --per-rank {key})'
                 raise RankDisagreementError(
                     part,
                     found=f"replicated, but ranks differ ({who_said(said)})",
