@@ -54,10 +54,7 @@ def test_a_checkpoint_of_another_run_is_not_passed_or_is_finished_by_its_own_mea
 
 
 @pytest.mark.full
-@pytest.mark.remedy(
-    "Undo the change; or pass another --dir, or remove the directory of the run that is not to be "
-    "continued"
-)
+@pytest.mark.remedy("Undo the change; or pass another --dir{}")
 def test_a_changed_training_is_undone_or_begins_in_another_directory(
     tmp_path: Path, remedy: Remedy
 ) -> None:
@@ -73,7 +70,8 @@ def test_a_changed_training_is_undone_or_begins_in_another_directory(
     sweep(first, expected=128 + signal.SIGKILL)
     done = (first / results).read_text()
     (first / results).write_text('{"rate 0.2": {}, "rate 0.05": {}}')
-    remedy.in_text(sweep(first, expected=2))
+    text = remedy.in_text(sweep(first, expected=2))
+    assert f"remove {first / 'run' / 'trainer-2'} if" in text
     undone, other, removed = (
         Path(shutil.copytree(first, tmp_path / name)) for name in ("undone", "other", "removed")
     )

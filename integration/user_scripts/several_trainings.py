@@ -171,6 +171,14 @@ def left_repetitions(train: Train, done: dict[str, Any]) -> None:
             train(f"repetition {repetition}", Samples(0), 0.05, None)
 
 
+def left_twins(train: Train, done: dict[str, Any]) -> None:
+    """Two trainings that nothing distinguishes, after one that has a result."""
+    if "first" not in done:
+        train("first", Samples(1), 0.05, None)
+    train("twin", Samples(0), 0.05, None)
+    train("twin", Samples(0), 0.05, None)
+
+
 def finetuning(train: Train, done: dict[str, Any]) -> None:
     """A pretraining, and two trainings that continue with its weights."""
     net = train("pretraining", Samples(0), 0.05, None)
@@ -192,6 +200,7 @@ PROGRAMS = {
         left_rates,
         drawn_rates,
         left_repetitions,
+        left_twins,
         finetuning,
         two_fits,
     )

@@ -69,7 +69,7 @@ class KnownRun:
 
 
 def run_of(
-    training: Training, number: int, known: Sequence[KnownRun], *, where: str
+    training: Training, number: int, known: Sequence[KnownRun], *, root: Path
 ) -> KnownRun | None:
     """The run that a training continues; None where it begins a new one.
 
@@ -77,7 +77,7 @@ def run_of(
         training: that begins.
         number: its order in this launch, from 1.
         known: the runs.
-        where: the directory, for errors.
+        root: the directory of the command.
 
     Raises:
         ConfigurationError: several runs fit, or none does while one was interrupted.
@@ -89,27 +89,31 @@ def run_of(
         nearest = [e for e, far in zip(fits, distances, strict=True) if far == min(distances)]
         by_order = [each for each in nearest if each.number == number]
         if len(by_order or nearest) > 1:
-            raise _refused(number, nearest, training, "is each of several runs", where)
+            raise _refused(number, nearest, training, "is each of several runs", root)
         return (by_order or nearest)[0]
     interrupted = [each for each in free if not each.is_over]
     if len(known) == number == 1 and interrupted:
         return known[0]
     if interrupted:
-        raise _refused(number, interrupted, training, "is none of the interrupted runs", where)
+        raise _refused(number, interrupted, training, "is none of the interrupted runs", root)
     return None
 
 
 def _refused(
-    number: int, runs: Iterable[KnownRun], training: Training, what: str, where: str
+    number: int, runs: Iterable[KnownRun], training: Training, what: str, root: Path
 ) -> ConfigurationError:
-    others = ((each.number, training.differences(each.training)) for each in runs)
-    lines = [f"{number} ({_in_words(found) or 'the same'})" for number, found in others]
+    lines, removed = [], []
+    for each in runs:
+        differences = _in_words(training.differences(each.training)) or "the same"
+        lines.append(f"{directory_of(root, each.number)} ({differences})")
+        if each.number > 1:  # the directory of the first one has the others in it
+            removed.append(str(directory_of(root, each.number)))
+    choice = f", or remove {' or '.join(removed)} if that run is not to be continued"
     return ConfigurationError(
-        where,
+        str(root),
         found=f"training {number} of this launch {what}: {'; '.join(lines)}",
         expected="the same model, data and arguments as one of them",
-        remedy="Undo the change; or pass another --dir, or remove the directory of the run that "
-        "is not to be continued",
+        remedy=f"Undo the change; or pass another --dir{choice if removed else ''}",
     )
 
 
@@ -147,7 +151,7 @@ class KnownRuns:
             if each.is_taken or directory_of(self._root, number).is_dir()
         }
         runs = list(self._runs.values())
-        found = run_of(training, self._num_begun, runs, where=str(self._root))
+        found = run_of(training, self._num_begun, runs, root=self._root)
         order = self._num_begun
         new = order if order not in self._runs else max(self._runs) + 1
         number = found.number if found else new

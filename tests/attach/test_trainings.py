@@ -24,7 +24,7 @@ def known(*trainings: Training, over: int = 0, taken: tuple[int, ...] = ()) -> l
 
 
 def chosen(now: Training, number: int, runs: list[KnownRun]) -> int | None:
-    found = run_of(now, number, runs, where="runs")
+    found = run_of(now, number, runs, root=Path("runs"))
     return None if found is None else found.number
 
 
@@ -51,7 +51,8 @@ def test_one_training_and_one_run_belong_together_whatever_was_changed() -> None
 def test_an_interrupted_run_of_several_is_never_left_out_silently() -> None:
     with pytest.raises(ConfigurationError) as caught:
         chosen(training(lr="0.3"), 1, known(training(lr="0.1"), training(lr="0.2"), over=1))
-    assert "2 (lr: was 0.2, now 0.3)" in str(caught.value)
+    assert "runs/trainer-2 (lr: was 0.2, now 0.3)" in str(caught.value)
+    assert "remove runs/trainer-2 if" in str(caught.value.remedy)
     with pytest.raises(ConfigurationError, match="none of the interrupted runs"):
         chosen(training(data="e"), 3, known(*FOLDS, over=2, taken=(1, 2)))
 
@@ -69,8 +70,10 @@ def test_runs_that_are_the_same_follow_their_order() -> None:
 
 def test_the_same_without_an_order_is_refused() -> None:
     runs = known(training(), training(), training(), over=2, taken=(3,))
-    with pytest.raises(ConfigurationError, match="each of several runs"):
+    with pytest.raises(ConfigurationError, match="each of several runs") as caught:
         chosen(training(), 3, runs)
+    assert "runs (the same); runs/trainer-2 (the same)" in str(caught.value)
+    assert "or remove runs/trainer-2 if" in str(caught.value.remedy)
 
 
 # ---------------------------------------------------------------- the file
