@@ -276,6 +276,7 @@ WITHOUT_STATE = (
     "mixed_precision_and_clipping",
     "value_kept_in_extras",
     "constants_and_helpers",
+    "metrics_that_are_switched_off",
 )
 # Saved and crashed where an epoch ends: the safe point is in the fetch of the next epoch.
 AT_THE_END_OF_AN_EPOCH = """
