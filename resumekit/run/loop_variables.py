@@ -326,7 +326,7 @@ class LoopVariables(UserState):
             if each.is_known and (each.owner in self._holders or path in saved)
         }
         if self._mode != RESTORE:
-            found = {**found, "slots": [], "nodes": "", "data": [], "lost": []}
+            found = {**found, "slots": [], "nodes": "", "data": [], "lost": [], "sharing": []}
         self._release()
         # A value that training has written is the checkpoint's, whatever the script begins with.
         script: dict[str, Any] = {"sites": self._sites, "digests": digests}

@@ -7,8 +7,8 @@ import ctypes
 import functools
 import operator
 from array import array
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import nn
 from resumekit.capture.restore import Restorer, class_name, describe, fits, is_same_class
 from resumekit.capture.rng import new_generator, set_generator_state
 from resumekit.capture.user_state.attributes import Role, Slot
-from resumekit.capture.user_state.digests import reduced
+from resumekit.capture.user_state.digests import gradient_of, reduced
 from resumekit.capture.user_state.encoding import (
     FACTORIES,
     NAMED,
@@ -29,6 +29,12 @@ from resumekit.capture.user_state.encoding import (
     can_be_made,
     maker_of,
     module_of,
+)
+from resumekit.capture.user_state.memory import (
+    Layout,
+    SharedMemory,
+    fill_memory,
+    is_same_memory,
 )
 from resumekit.capture.user_state.value_types import (
     CONSTANTS,
@@ -43,9 +49,8 @@ from resumekit.capture.user_state.value_types import (
     parts_of_tensor,
     sort_of,
 )
-from resumekit.capture.user_state.walk import Walk, address_of
+from resumekit.capture.user_state.walk import Walk
 from resumekit.errors import StateMismatchError
-from resumekit.serialization import fill
 
 _PARTIAL = functools.partial(print)
 _NEW_OBJECT: Any = object().__reduce_ex__(4)[0]
@@ -74,8 +79,8 @@ class Decoder:
         data: what is next to it.
         walk: of the live objects.
         device: where tensors are made that were on a device.
-        kept: live values that stay as they are: what they refer to is not filled.
-        sharing: see ``Walk.sharing``, when the checkpoint was written.
+        filled: the paths of live values that are restored; what the others refer to is not filled.
+        layouts: of the memory that its tensors and arrays share.
     """
 
     def __init__(
@@ -85,8 +90,8 @@ class Decoder:
         data: Sequence[Any],
         walk: Walk,
         device: torch.device | None,
-        kept: Iterable[Any] = (),
-        sharing: Sequence[Any] = (),
+        filled: Collection[str],
+        layouts: Iterable[Layout],
     ) -> None:
         self._where = where
         self._nodes, self._data = nodes, data
@@ -94,15 +99,11 @@ class Decoder:
         self._device = device
         self._classes = LiveClasses((*walk.objects.values(), *walk.foreign.modules))
         self._made: dict[int, Any] = {}
-        tensors = (e.value for e in walk.seen.values() if isinstance(e.value, torch.Tensor))
-        self._uses = Counter(map(address_of, tensors))
-        self._share = set[str]()  # the paths of tensors that shared memory as they do now
-        for paths in walk.sharing():
-            if any({*paths} <= {*each} for each in sharing):
-                self._share.update(paths)
+        self._memory = SharedMemory(where, layouts, data, walk.seen, walk.clusters, filled)
         self._actions: list[Callable[[], Any]] = []
         self._assigned: list[tuple[Slot, Any]] = []
         # Live objects that a node fills, or none may, by id.
+        kept = (e.value for path, e in walk.seen.items() if e.is_known and path not in filled)
         self._taken = {id(part): part for each in kept for part in parts_in(each)}
 
     def run(self) -> None:
@@ -374,23 +375,38 @@ class Decoder:
         raise self._mismatch(path, f"{describe(live)} of another object", "the same object")
 
     def _tensor(self, node: Sequence[Any], live: Any, path: str) -> Any:
+        made = self._elements(node, live)
+        former = gradient_of(live) if made is live else None
+        grad: Any = None
+        for each in node[4]:
+            is_one = isinstance(each, list) and self._nodes[each[0]][4:] == [[]]
+            grad = self.value(each, former, f"{path}.grad") if is_one else each
+            if not fits(grad, made) or grad.device != made.device or not made.is_leaf:
+                raise self._mismatch(path, f"a gradient that is {describe(grad)}", describe(made))
+        if grad is not former:
+            self._actions.append(lambda: setattr(made, "grad", grad))
+        return made
+
+    def _elements(self, node: Sequence[Any], live: Any) -> Any:
+        """The live tensor that is filled, or a new one."""
         saved, was_on_device, requires_grad = self._data[node[1]], node[2], node[3]
-        if (
-            isinstance(live, torch.Tensor)
-            and self._is_alone(live, path)
-            and live.grad_fn is None
-            and fits(live, saved)
-            and self._take(live)
-        ):
-            self._actions.append(lambda: fill(live, saved))
-            return live
+        is_like = fits(live, saved) and live not in self._walk.foreign and live.grad_fn is None
         device = live.device if isinstance(live, torch.Tensor) else self._device
-        made = saved.detach().clone()
-        if isinstance(live, torch.Tensor) and node[0] == "tensor":
+        device = device if was_on_device or isinstance(live, torch.Tensor) else None
+        location = self._memory.locate(node[1], device)
+        if is_like and self._is_filled(live, location, saved):
+            return live
+        if location is None:
+            made = saved.detach().clone().to(device)
+        else:
+            made = location
+            self._actions.append(lambda: fill_memory(location, saved))
+        if is_like and isinstance(live, nn.Parameter) and self._take(live):
+            self._actions.append(lambda: setattr(live, "data", made))
+            return live
+        if isinstance(live, torch.Tensor) and node[0] == "tensor" and type(made) is not type(live):
             made = made.as_subclass(type(live))
-        if was_on_device and device is not None:
-            made = made.to(device)
-        if node[0] == "parameter":
+        if node[0] == "parameter" and not isinstance(made, nn.Parameter):
             return nn.Parameter(made, requires_grad and made.is_floating_point())
         return made.requires_grad_() if requires_grad and made.is_floating_point() else made
 
@@ -406,12 +422,15 @@ class Decoder:
                 raise self._mismatch(path, describe(partner), describe(made))
         return live
 
-    def _is_alone(self, live: torch.Tensor, path: str) -> bool:
-        """Whether a write into a live tensor changes no other value that is not changed with it."""
-        if live in self._walk.foreign:
+    def _is_filled(self, live: Any, location: Any, saved: Any) -> bool:
+        """Whether a live tensor or array is filled, which changes none that is not restored."""
+        is_right = (
+            self._memory.is_alone(live) if location is None else is_same_memory(live, location)
+        )
+        if not is_right or not self._take(live):
             return False
-        is_shared = self._uses[address_of(live)] > 1 and path not in self._share
-        return isinstance(live, nn.Parameter) or not is_shared
+        self._actions.append(lambda: fill_memory(live, saved))
+        return True
 
     def _buffer(self, node: Sequence[Any], live: Any, path: str) -> Any:
         typecode, content = node[1], self._data[node[2]]
@@ -450,13 +469,17 @@ class Decoder:
         return made
 
     def _array(self, node: Sequence[Any], live: Any, path: str) -> Any:
-        saved = self._data[node[1]]
-        if type(live) is not np.ndarray or live.dtype != saved.dtype or live.shape != saved.shape:
+        saved, location = self._data[node[1]], self._memory.locate(node[1], None)
+        is_like = type(live) is np.ndarray and (live.dtype, live.shape) == (
+            saved.dtype,
+            saved.shape,
+        )
+        if is_like and live.flags.writeable and self._is_filled(live, location, saved):
+            return live
+        if location is None:
             return saved.copy()
-        if not live.flags.writeable or not self._take(live):
-            return saved.copy()
-        self._actions.append(lambda: np.copyto(live, saved))
-        return live
+        self._actions.append(lambda: fill_memory(location, saved))
+        return location
 
     def _in_place(self, node: Sequence[Any], live: Any, path: str) -> Any:
         kind, name, state = node[0], node[1], self._data[node[2]]

@@ -30,6 +30,7 @@ from resumekit.capture.user_state.value_types import (
     parts_of_call,
     parts_of_tensor,
     sort_of,
+    wraps_others,
 )
 from resumekit.serialization import buffers_of
 
@@ -115,6 +116,7 @@ class Content:
         self.makers: dict[str, Any] = {}  # of objects with hidden state, by name
         self._has_generators = True
         self.is_plain = True  # whether the last value held builtin values alone
+        self.memory: list[Any] = []  # the tensors and arrays in it
 
     @property
     def num_left(self) -> int:
@@ -133,7 +135,7 @@ class Content:
             OverLimitError: it is larger than what is left of the limit.
             UncapturedError: a part of it has no visible content.
         """
-        self._met, self._kept, self.is_plain = {}, [], True
+        self._met, self._kept, self.is_plain, self.memory = {}, [], True, []
         self.num_objects = self._depth = 0
         self._has_generators = has_generators
         if kind_of(value) is Kind.SCALAR and not isinstance(value, (str, bytes, Enum)):
@@ -181,7 +183,7 @@ class Content:
 
     def _data(self, hasher: Any, kind: Kind, value: Any, path: str) -> None:
         if kind is Kind.TENSOR:
-            self._tensor(hasher, value)
+            self._tensor(hasher, value, path)
         elif kind is Kind.ARRAY:
             self._array(hasher, value, path)
         elif kind is Kind.BUFFER:
@@ -189,12 +191,14 @@ class Content:
         elif kind is Kind.GENERATOR:
             if self._has_generators:
                 self.feed(hasher, generator_state(value), path)
-        elif kind is Kind.STATEFUL:
-            if value not in self._foreign:
+        elif kind in (Kind.STATEFUL, Kind.REDUCED):
+            memory, self.memory = self.memory, []  # what these hold, they restore by themselves
+            if kind is Kind.REDUCED:
+                for each in reduced(value):
+                    self._part(hasher, each, path)
+            elif value not in self._foreign:
                 self.feed(hasher, value.state_dict(), path)
-        elif kind is Kind.REDUCED:
-            for each in reduced(value):
-                self._part(hasher, each, path)
+            self.memory = memory
         else:
             found = self._path_of(value, path)  # of code, which other objects reach it may change
             hasher.update((sort_of(value) if kind in CODE else str(found)).encode())
@@ -293,6 +297,7 @@ class Content:
             hasher.update(first)
             return
         self.is_plain = False
+        self.memory += column
         self._spend_memory(first.nbytes * len(column))
         met, kept = self._met, self._kept
         numbers = []
@@ -311,9 +316,13 @@ class Content:
             self._spend(_OBJECT_BYTES)
             hasher.update(text.encode("utf-8", "surrogatepass"))
 
-    def _tensor(self, hasher: Any, value: Tensor) -> None:
+    def _tensor(self, hasher: Any, value: Tensor, path: str) -> None:
         if value in self._foreign:
             return
+        self.memory += [] if wraps_others(value) else [value]
+        if gradient_of(value) is not None:
+            hasher.update(b"grad")
+            self.feed(hasher, value.grad, path)
         hasher.update(f"{value.dtype}{tuple(value.shape)}{value.device.type}".encode())
         for part in parts_of_tensor(value):
             for piece in buffers_of(self._sampled(part)):
@@ -324,6 +333,7 @@ class Content:
             hasher.update(f"{value.dtype.str}{value.shape}".encode())
             self.feed(hasher, value.tolist(), path)
         else:
+            self.memory.append(value)
             self._elements(hasher, value)
 
     def _elements(self, hasher: Any, value: Any) -> None:
@@ -365,6 +375,11 @@ class Content:
         self._left_memory -= num_bytes
         if self._left_memory < 0:
             raise OverLimitError
+
+
+def gradient_of(tensor: Tensor) -> Tensor | None:
+    """What a tensor has summed up in ``.grad``; torch warns where another than a leaf is read."""
+    return tensor.grad if tensor.is_leaf else None
 
 
 def global_name(value: Any) -> str:

@@ -10,7 +10,6 @@ next to it, and the node has its index. No class is looked up by a name from the
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 import math
 import sys
@@ -24,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from resumekit.capture.restore import class_name, describe, is_same_class
+from resumekit.capture.restore import class_name, describe, fits, is_same_class
 from resumekit.capture.rng import generator_state, new_generator
 from resumekit.capture.user_state.attributes import OF_TORCH, Role, Slot, without_wrappers
 from resumekit.capture.user_state.digests import (
@@ -32,6 +31,7 @@ from resumekit.capture.user_state.digests import (
     TOO_DEEP,
     UncapturedError,
     global_name,
+    gradient_of,
     reduced,
 )
 from resumekit.capture.user_state.secrets import is_secret
@@ -53,6 +53,7 @@ from resumekit.capture.user_state.value_types import (
     parts_of_call,
     parts_of_tensor,
     sort_of,
+    takes,
     wraps_others,
 )
 from resumekit.capture.user_state.walk import Seen, Walk
@@ -80,8 +81,8 @@ _NUM_FIELDS = {
     **dict.fromkeys(("array", "code", "data", "dtype", "device", "named", "size"), 2),
     **dict.fromkeys((*NODE_SEQUENCES, "enum", "generator", "stateful", "object"), 3),
     **dict.fromkeys(("call", "constant", "buffer", "shared", "objects", "parts"), 3),
-    **dict.fromkeys(("namedtuple", "tensor", "parameter", "new", "copy", *NODE_MAPPINGS), 4),
-    "reduced": 4,
+    **dict.fromkeys(("namedtuple", "reduced", "new", "copy", *NODE_MAPPINGS), 4),
+    **dict.fromkeys(("tensor", "parameter"), 5),
 }
 
 # What is next to the table: the field with its index, and its type.
@@ -110,6 +111,7 @@ _REFERENCES = {
     **dict.fromkeys(NODE_MAPPINGS, (1, 2)),
     **dict.fromkeys(("namedtuple", "reduced"), (3,)),
     **dict.fromkeys(("call", "constant", "objects", "parts"), (2,)),
+    **dict.fromkeys(("tensor", "parameter"), (4,)),
 }
 
 
@@ -201,6 +203,7 @@ class Encoder:
         made = (each for path, each in walk.objects.items() if path in known)
         self._classes = LiveClasses((*made, *walk.foreign.modules))
         self._indices: dict[int, int] = {}
+        self.placed: dict[int, int] = {}  # the data of tensors and arrays, by the id of the value
         self._kept: list[Any] = []
 
     def encode(self, seen: Seen, first: Mapping[str, int]) -> Any:
@@ -227,6 +230,7 @@ class Encoder:
         except Exception as error:  # of a class of the user's or of a library
             del self.nodes[num_nodes:], self.data[num_data:]
             self._indices = {k: v for k, v in self._indices.items() if v < num_nodes}
+            self.placed = {k: v for k, v in self.placed.items() if v < num_data}
             self._depth = depth
             if isinstance(error, UncapturedError):
                 raise
@@ -257,6 +261,20 @@ class Encoder:
         self.data.append(value)
         return len(self.data) - 1
 
+    def _add(self, value: Any, data: Any) -> int:
+        """The index of the elements of a tensor or an array, whose memory others may share."""
+        cluster = self._walk.clusters.by_id.get(id(value))
+        if wraps_others(value) or (cluster and not cluster.can_hold(value)):
+            raise UncapturedError(f"{describe(value)} whose memory or .grad cannot be saved")
+        self.placed[id(value)] = index = self._next_to(data)
+        return index
+
+    def _gradient(self, value: Any) -> list[Any]:
+        grad = gradient_of(value)
+        if grad is not None and not (fits(grad, value) and grad.is_leaf and grad.grad is None):
+            raise UncapturedError(f"{describe(value)} whose .grad cannot be stored")
+        return [] if grad is None else [self._value(grad)]
+
     def _node(self, kind: Kind, value: Any) -> list[Any]:
         if kind is Kind.CONTAINER:
             return self._container(value)
@@ -274,7 +292,7 @@ class Encoder:
         if kind is Kind.TENSOR:
             return self._tensor(value)
         if kind is Kind.ARRAY and not value.dtype.hasobject:
-            return ["array", self._next_to(value)]
+            return ["array", self._add(value, value)]
         if kind is Kind.ARRAY and value.dtype == object:
             return ["objects", list(value.shape), self._items(value.flat)]
         if kind is Kind.GENERATOR:
@@ -301,14 +319,14 @@ class Encoder:
             raise UncapturedError(f"a {type(value).__name__} that cannot be stored ({what})")
         if type(value) not in _PLAIN_TENSORS and not self._has_live(value):
             raise UncapturedError(f"{describe(value)} that training made")
-        if wraps_others(value):
+        if wraps_others(value) and gradient_of(value) is None:
             parts = parts_of_tensor(value)
             self._kept.append(parts)
             return ["parts", class_name(value), self._items(parts)]
         is_on_device = value.device.type != "cpu"
         name = "parameter" if isinstance(value, nn.Parameter) else "tensor"
-        plain = value.detach().as_subclass(torch.Tensor)
-        return [name, self._next_to(plain), is_on_device, value.requires_grad]
+        location = self._add(value, value.detach().as_subclass(torch.Tensor))
+        return [name, location, is_on_device, value.requires_grad, self._gradient(value)]
 
     def _generator(self, value: Any) -> list[Any]:
         name, state = class_name(value), generator_state(value)
@@ -331,7 +349,7 @@ class Encoder:
         has_live = self._has_live(value)
         if isinstance(maker, str) and has_live:
             return ["live"]
-        if not (has_live or _takes(maker, content[0])):
+        if not (has_live or takes(maker, content[0])):
             raise UncapturedError(f"{describe(value)} whose class needs other arguments")
         before = self._left, self._has_makers
         # What makes the live one may make this one too, and the parts of it.
@@ -497,6 +515,8 @@ def read_nodes(
         raise mismatch(found=describe(nodes))
     for node in nodes:
         kind = node[0] if isinstance(node, list) and node else None
+        if kind in ("tensor", "parameter") and len(node) == 4:
+            node.append([])  # a former version saved no gradient
         if not isinstance(kind, str) or len(node) != _NUM_FIELDS.get(kind):
             raise mismatch(found=f"a node {kind!r:.40}")
         field, expected = _DATA.get(kind, (0, str))
@@ -538,7 +558,7 @@ def _is_text(value: Any) -> bool:
     if kind is int:
         return bool(-_MAX_INT < value < _MAX_INT)
     if kind is str:
-        return bool(value.isascii()) or not any(map(_is_surrogate, value))
+        return bool(value.isascii()) or not any("\ud800" <= each <= "\udfff" for each in value)
     return kind is bool or value is None
 
 
@@ -557,25 +577,8 @@ def has_paths(value: Any) -> bool:
     return any(kind_of(each) in _WITH_PATHS for each in parts_in(value))
 
 
-def _takes(maker: Any, arguments: Sequence[Any]) -> bool:
-    """Whether a callable can be called with these arguments, as far as its signature says."""
-    try:
-        signature = inspect.signature(maker)
-    except ValueError:  # of C
-        return True
-    try:
-        signature.bind(*arguments)
-    except TypeError:
-        return False
-    return True
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, np.generic) and not value.dtype.hasobject
-
-
-def _is_surrogate(character: str) -> bool:
-    return "\ud800" <= character <= "\udfff"
 
 
 def _references(node: Sequence[Any], data: Sequence[Any]) -> Iterable[Any]:

@@ -26,6 +26,7 @@ from resumekit.capture.user_state.attributes import (
 from resumekit.capture.user_state.decoding import Decoder, device_of
 from resumekit.capture.user_state.digests import TOO_MANY, UncapturedError
 from resumekit.capture.user_state.encoding import Encoder, has_paths, read_nodes, sorts_in
+from resumekit.capture.user_state.memory import Layout, check_layouts
 from resumekit.capture.user_state.paths import is_below, moved_state
 from resumekit.capture.user_state.secrets import is_secret
 from resumekit.capture.user_state.value_types import (
@@ -73,12 +74,14 @@ class _Changes(NamedTuple):
         nodes: the table that the values refer to, as text.
         data: what is next to it.
         values: the encoded values, by path.
+        sharing: the layouts of the memory that some of it shares.
         problems: why others that differ cannot be saved, by path.
     """
 
     found: Walk
     nodes: str
     data: list[Any]
+    sharing: list[Layout]
     values: dict[str, Any]
     problems: dict[str, Problem]
 
@@ -127,6 +130,7 @@ class UserState(ComponentState):
 
     def _take_baseline(self) -> Walk:
         self._first: dict[str, Any] = {}  # digests of what the script made, by path
+        self._views: dict[str, tuple[Any, ...]] = {}  # whose memory it shares
         self._sorts: dict[str, dict[str, int]] = {}  # of what is no plain value in it
         self._made: dict[str, Any] = {}
         self._known: dict[str, str] = {}
@@ -135,7 +139,7 @@ class UserState(ComponentState):
 
     @property
     def _baseline(self) -> tuple[dict[str, Any], ...]:
-        return self._first, self._sorts, self._made, self._known
+        return self._first, self._views, self._sorts, self._made, self._known
 
     def configure(self, *, transient: Collection[str], limit_bytes: int) -> None:
         former = self._scope.limit_bytes
@@ -220,6 +224,8 @@ class UserState(ComponentState):
     def _note_first(self, path: str, seen: Seen) -> None:
         if path not in self._first:
             self._first[path] = seen.digest
+            if seen.views:
+                self._views[path] = seen.views
             if not seen.is_plain:
                 self._sorts[path] = sorts_in(seen.value)
 
@@ -258,7 +264,6 @@ class UserState(ComponentState):
             return dict(self._pending)
         changes, self._for_save = self._for_save or self._encoded(self._walk()), None
         found, encoded = changes.found, changes.values
-        sharing = found.sharing()
         return {
             "slots": [_entry(found.seen[path], value) for path, value in encoded.items()],
             "nodes": changes.nodes,
@@ -267,13 +272,13 @@ class UserState(ComponentState):
             "lost": sorted(changes.problems),
             "holders": {name: {} for name in self._holders},  # without content, so it may be empty
             "waiting": [dict(each) for each in self._waiting],
-            **({"sharing": sharing} if sharing else {}),
+            **({"sharing": changes.sharing} if changes.sharing else {}),
         }
 
     def _encoded(self, found: Walk) -> _Changes:
         """What differs from the baseline, as it is saved."""
         encoder = Encoder(found, self._known)
-        changed = self._changed(found)
+        changed = found.clusters.with_sharers(self._changed(found), found.seen, self._known)
         values: dict[str, Any] = {}
         problems: dict[str, Problem] = {}
         left = self._scope.limit_bytes
@@ -297,17 +302,19 @@ class UserState(ComponentState):
                 f"changed together with {unsaved[found.seen[path].owner]}, which is not saved"
             )
         nodes = json.dumps(encoder.nodes, separators=(",", ":")) if encoder.nodes else ""
-        return _Changes(found, nodes, encoder.data, values, problems)
+        sharing = found.clusters.layouts(encoder.placed, found.seen, values)
+        return _Changes(found, nodes, encoder.data, sharing, values, problems)
 
     def _changed(self, found: Walk) -> list[str]:
         """The slots that differ, of the objects whose slots are saved one by one."""
-        return [
+        changed = [
             path
             for path, each in found.seen.items()
             if each.is_known
             and each.owner in self._known
             and (path not in self._first or self._first[path] != each.digest)
         ]
+        return changed + found.moved_views(self._views, self._known)
 
     def _owners_of_new_unsaved(
         self, found: Walk, problems: Mapping[str, Problem]
@@ -366,12 +373,6 @@ class UserState(ComponentState):
         is_former = isinstance(state, dict) and isinstance(state.get("nodes"), list)
         table = {"nodes": list} if is_former else {"nodes": str, "data": list}
         require_fields(self.key, state, {**fields, **table})
-        sharing = state.get("sharing", [])
-        require_fields(self.key, {"sharing": sharing}, {"sharing": list})
-        if not all(isinstance(each, list) and {*map(type, each)} <= {str} for each in sharing):
-            raise StateMismatchError(
-                self.key, found=f"damaged: {sharing!r:.60}", expected="paths of tensors"
-            )
         for entry in state["slots"]:
             is_right = isinstance(entry, list) and len(entry) == 4
             names = entry[:3] if is_right else [None]
@@ -379,7 +380,8 @@ class UserState(ComponentState):
                 raise StateMismatchError(
                     self.key, found=f"damaged: {entry!r:.60}", expected="a slot"
                 )
-        read_nodes(self.key, state, [entry[3] for entry in state["slots"]])
+        _, data = read_nodes(self.key, state, [entry[3] for entry in state["slots"]])
+        check_layouts(self.key, state.get("sharing", []), data)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Keeps the state until ``restore_now``: objects may make their attributes first.
@@ -480,10 +482,8 @@ class UserState(ComponentState):
         given = [*self._scope.foreign(), *(each.value for each in self._holders.values())]
         table = read_nodes(self.key, saved, [entry[3] for entry in saved["slots"]])
         filled = {label_of(entry) for entry in saved["slots"]}
-        others = [e.value for path, e in found.seen.items() if e.is_known and path not in filled]
-        decoder = Decoder(
-            self.key, *table, found, device_of(given), others, saved.get("sharing", [])
-        )
+        sharing = saved.get("sharing", [])
+        decoder = Decoder(self.key, *table, found, device_of(given), filled, sharing)
         self._not_made.update(node[1] for node in table[0] if node[0] in ("new", "copy"))
         restored: list[str] = []
         for entry in saved["slots"]:

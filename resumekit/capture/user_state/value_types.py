@@ -18,7 +18,7 @@ import types
 import weakref
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import date, datetime, timedelta
 from decimal import Decimal
 from enum import Enum
@@ -558,3 +558,16 @@ def _set_by(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _set_by(constant)
+
+
+def takes(maker: Any, arguments: Sequence[Any]) -> bool:
+    """Whether a callable can be called with these arguments, as far as its signature says."""
+    try:
+        signature = inspect.signature(maker)
+    except ValueError:  # of C
+        return True
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        return False
+    return True

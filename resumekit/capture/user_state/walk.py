@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -39,6 +39,7 @@ from resumekit.capture.user_state.digests import (
     plain_digest,
     size_of,
 )
+from resumekit.capture.user_state.memory import Clusters
 from resumekit.capture.user_state.secrets import is_secret
 from resumekit.capture.user_state.value_types import (
     CODE,
@@ -109,6 +110,8 @@ class Seen(NamedTuple):
         is_ignored: whether it holds what is never entered, or is saved elsewhere.
         problem: why it has no digest.
         num_bytes: that were digested, about.
+        memory: the tensors and arrays in it.
+        views: where in those of other slots, or in each other, these lie.
     """
 
     slot: Slot
@@ -119,6 +122,8 @@ class Seen(NamedTuple):
     is_ignored: bool
     problem: Problem | None
     num_bytes: int = 0
+    memory: Sequence[Any] = ()
+    views: tuple[Any, ...] = ()
 
     @property
     def is_known(self) -> bool:
@@ -189,6 +194,7 @@ class Walk:
         is_cut: whether there are more objects than are walked.
         names: of the globals that functions use, by the path of their module.
         listed: the paths of modules that are values of a ModuleList.
+        clusters: of the tensors and arrays that share memory.
     """
 
     foreign: Foreign
@@ -203,6 +209,7 @@ class Walk:
     is_cut: bool = False
     names: dict[str, set[str]] = field(default_factory=dict)
     listed: set[str] = field(default_factory=set)
+    clusters: Clusters = field(default_factory=lambda: Clusters([]))
 
     def kinds(self) -> dict[str, str]:
         """The sort of each object, by path."""
@@ -212,13 +219,16 @@ class Walk:
         """The paths of values without visible content."""
         return {path for path, each in self.seen.items() if each.is_unsaved}
 
-    def sharing(self) -> list[list[str]]:
-        """The paths of the tensors that share memory with others, together."""
-        found: dict[int, list[str]] = defaultdict(list)
-        for path, each in self.seen.items():
-            if isinstance(each.value, Tensor) and not each.is_ignored:
-                found[address_of(each.value)].append(path)
-        return sorted(sorted(paths) for paths in found.values() if len(paths) > 1)
+    def moved_views(
+        self, former: Mapping[str, tuple[Any, ...]], known: Container[str]
+    ) -> list[str]:
+        """The slots of known owners that share memory with others than before, by path."""
+        found = []
+        for path in (path for path in {**former, **self.clusters.views()} if path in self.seen):
+            before = tuple(each for each in former.get(path, ()) if each[0] in self.seen)
+            if self.seen[path].views != before and self.seen[path].owner in known:
+                found.append(path)
+        return found
 
     @cached_property
     def by_owner(self) -> Mapping[str, list[Seen]]:
@@ -349,8 +359,13 @@ class _Walker:
                 if slot.role is Role.MODULES:
                     self._found.listed.update(f"{path}.{name}" for name in content)
             self._follow(value, path)
-        self._found.makers = self._content.makers
-        return self._found
+        found = self._found
+        found.makers = self._content.makers
+        values = [(path, each) for path, seen in found.seen.items() for each in seen.memory]
+        found.clusters = Clusters(values)
+        for path, views in found.clusters.views().items():
+            found.seen[path] = found.seen[path]._replace(views=views)
+        return found
 
     def _follow(self, value: Any, path: str) -> None:
         """What an object leads to besides its slots."""
@@ -483,7 +498,8 @@ class _Walker:
         self._num_digested += content.num_objects if self._is_of_library else 0
         if problem or not (content.is_plain and data_only):
             size = before - content.num_left + content.num_skipped
-            seen = Seen(slot, owner, value, digest, content.is_plain, False, problem, size)
+            memory = () if problem else content.memory
+            seen = Seen(slot, owner, value, digest, content.is_plain, False, problem, size, memory)
             self._found.seen[path] = seen
 
     @property

@@ -309,6 +309,56 @@ def views_that_part(directory, *, record, **options):
         record(loss, model)
 
 
+def views_that_training_makes(directory, *, record, **options):
+    """Training makes a tensor with its parts, and a view of a tensor of the script."""
+    model, optimizer, loader = make()
+    ring = torch.full((3,), 0.5)
+    state = first = last = None
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    for batch in ckpt.batches(loader, epochs=EPOCHS):
+        loss = loss_of(model, batch) * (0.5 + ring.sum().item() % 1)
+        step(ckpt, optimizer, loss)
+        if state is None:
+            state, last = torch.zeros(2, 2), ring[1:]
+            first = [*state.chunk(2)]
+        first[1].add_(loss.item())
+        if ckpt.progress.step > 8:
+            last.mul_(0.9).add_(state.sum().item() / 50)
+        record(loss, model)
+
+
+def arrays_that_share_memory(directory, *, record, **options):
+    """A view of an array, and a tensor in the memory of both; training makes all."""
+    model, optimizer, loader = make()
+    ring = view = tensor = None
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    for batch in ckpt.batches(loader, epochs=EPOCHS):
+        loss = loss_of(model, batch) * (1 if ring is None else 0.5 + ring.sum() % 1)
+        step(ckpt, optimizer, loss)
+        if ring is None:
+            ring = np.zeros(4)
+            view, tensor = ring[::-2], torch.from_numpy(ring)
+        view += loss.item() / 7
+        tensor.mul_(0.9)
+        record(loss, model)
+
+
+def gradient_without_an_optimizer(directory, *, record, **options):
+    """A multiplier sums up its gradient over three steps and is changed by hand."""
+    model, optimizer, loader = make()
+    weight = torch.ones(1, requires_grad=True)
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    for batch in ckpt.batches(loader, epochs=EPOCHS):
+        loss = loss_of(model, batch) * (0.5 + weight.item() % 1)
+        step(ckpt, optimizer, loss)
+        (weight * loss.item()).sum().backward()
+        if ckpt.progress.step % 3 == 0:
+            with torch.no_grad():
+                weight += 0.5 * weight.grad
+            weight.grad = None
+        record(loss, model)
+
+
 def one_list_with_two_names(directory, *, record, **options):
     """A list has a second name in another function's frame; both must stay one list."""
     model, optimizer, loader = make()

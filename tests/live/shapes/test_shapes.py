@@ -75,6 +75,9 @@ EXACT = {
         names_of_one_list_that_part
         views_of_one_tensor
         views_that_part
+        views_that_training_makes
+        arrays_that_share_memory
+        gradient_without_an_optimizer
         object_with_slots
         ring_of_objects
         class_attribute
