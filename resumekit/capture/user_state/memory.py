@@ -308,20 +308,30 @@ def _extent(value: Any, offset: int, strides: Sequence[int]) -> tuple[int, int]:
 
 
 def _sharers(values: Sequence[tuple[str, Any]]) -> list[Sharer]:
-    """Those that may share memory; most arrays have theirs for themselves."""
-    arrays = [each for _, each in values if not isinstance(each, Tensor)]
-    uses = Counter(map(id, arrays))
-    bases = {id(_base_of(each)) for each in arrays if each.base is not None}
-    is_lent = any(isinstance(each, Tensor) and _is_of_array(each) for _, each in values)
+    """Those that may share memory; most tensors and arrays have theirs for themselves."""
+    owners = [_owner_of(each) for _, each in values]
+    uses = Counter(owners)
+    is_lent = any(each is None for each in owners)
     found = []
-    for path, each in values:
-        is_tensor = isinstance(each, Tensor)
-        may_share = is_tensor or is_lent or each.base is not None
-        if (may_share or uses[id(each)] > 1 or id(each) in bases) and _has_memory(each):
-            device = str(each.device) if is_tensor else "cpu"
+    for (path, each), owner in zip(values, owners, strict=True):
+        if (is_lent or uses[owner] > 1) and _has_memory(each):
+            device = str(each.device) if isinstance(each, Tensor) else "cpu"
             extent = _extent(each, _address_of(each), strides_of(each))
             found.append(Sharer(path, each, device, *extent))
     return found
+
+
+def _owner_of(value: Any) -> Any:
+    """What is equal for two tensors of one storage, and for two arrays of one array's memory.
+
+    None of a tensor whose memory is not torch's own, but an array's.
+    """
+    if not isinstance(value, Tensor):
+        return (id(_base_of(value)),)
+    if value.layout is not torch.strided:
+        return 0
+    storage = value.untyped_storage()
+    return storage.data_ptr() if storage.resizable() or not value.is_cpu else None
 
 
 def _has_memory(value: Any) -> bool:
@@ -329,11 +339,6 @@ def _has_memory(value: Any) -> bool:
         return bool(value.size)
     is_plain = value.layout is torch.strided and not value.is_nested
     return is_plain and value.numel() > 0 and value.untyped_storage().data_ptr() > 0
-
-
-def _is_of_array(tensor: Tensor) -> bool:
-    """Whether its memory is not torch's own."""
-    return tensor.is_cpu and _has_memory(tensor) and not tensor.untyped_storage().resizable()
 
 
 def _base_of(array: Any) -> Any:
