@@ -3,8 +3,6 @@
 from resumekit.live.bytecode import (
     attribute_names,
     clock_names,
-    counted_iterators,
-    counter_reaches_only_logging,
     is_in_comprehension,
     live_names,
     loaded_globals,
@@ -22,8 +20,6 @@ __all__ = [
     "UnsupportedBytecodeError",
     "attribute_names",
     "clock_names",
-    "counted_iterators",
-    "counter_reaches_only_logging",
     "digest_code",
     "find_frames",
     "has_operands",

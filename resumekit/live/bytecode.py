@@ -18,46 +18,28 @@ from types import CodeType
 
 from resumekit.live.instructions import (
     CALLS,
-    COMPUTATIONS,
-    JUMPS,
     NUM_CACHED,
-    SHUFFLES,
-    TESTS,
     UnsupportedBytecodeError,
     find_executed,
     iter_nested,
     list_accesses,
     read_instructions,
 )
-from resumekit.live.value_stack import Operand, Simulation, Stack, simulate, split_callee
+from resumekit.live.value_stack import (
+    Operand,
+    Simulation,
+    Stack,
+    simulate,
+    split_callee,
+    stored_values,
+)
 
-_GLOBAL_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
+GLOBAL_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 _READERS = frozenset({"locals", "eval", "exec"})  # they read any variable
 _OF_MODULE = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL"})
 _FETCHES = frozenset({"FOR_ITER", "SEND", "YIELD_FROM"})
 
 _CLOCKS = frozenset({"perf_counter", "monotonic", "time", "process_time", "thread_time"})
-_COUNTERS = frozenset({("enumerate",), ("zip",), ("itertools", "islice"), ("islice",)})
-_LOGGING = frozenset(
-    {
-        *("print", "flush", "log", "debug", "info", "warning", "error", "critical"),
-        *("set_description", "set_postfix", "set_postfix_str"),
-        *("add_scalar", "add_scalars", "log_metrics", "log_dict"),
-    }
-)
-# Calls that change nothing; their results may be logged.
-_QUERIES = frozenset(
-    {
-        *("str", "repr", "format", "int", "float", "round", "len", "abs", "min", "max", "divmod"),
-        *("item", "mean", "get_last_lr", "time", "perf_counter"),
-    }
-)
-_HARMLESS = frozenset(
-    {
-        *("LOAD_CONST", "POP_TOP", "NOP", "EXTENDED_ARG", "KW_NAMES", "PRECALL", "PUSH_NULL"),
-        *(*COMPUTATIONS, *SHUFFLES, *JUMPS, *TESTS),
-    }
-)
 
 
 def live_names(code: CodeType, lasti: int) -> frozenset[str]:
@@ -96,7 +78,7 @@ def stored_names(code: CodeType, lasti: int) -> frozenset[str]:
     """
     simulation, offset = simulate(code), find_executed(code, lasti)
     _check_reached(simulation, code, offset)
-    reached = _reach(simulation, simulation.successors[offset] + simulation.handlers[offset], ())
+    reached = reach(simulation, simulation.successors[offset] + simulation.handlers[offset], ())
     accesses = (
         each for offset in reached for each in list_accesses(simulation.instructions[offset])
     )
@@ -137,7 +119,7 @@ def _live_before(
     if not accesses or (instruction.opname in _OF_MODULE and not is_module):
         return after
     live = set(after)
-    stored = _stored_values(simulation, offset)
+    stored = stored_values(simulation, offset)
     for access, name in reversed(accesses):
         if access in ("load", "delete"):
             live.add(name)
@@ -157,7 +139,7 @@ def _implicit_reads(code: CodeType, instruction: dis.Instruction) -> frozenset[s
     is_module, loaded = code.co_name == "<module>", frozenset[str]()
     if is_module and isinstance(instruction.argval, CodeType):
         loaded = loaded_globals(instruction.argval)  # a lambda or a comprehension may run here
-    elif instruction.opname in _GLOBAL_LOADS:
+    elif instruction.opname in GLOBAL_LOADS:
         loaded = frozenset({instruction.argval})
     if loaded & _READERS or (is_module and "globals" in loaded):
         return frozenset(code.co_names + code.co_varnames)
@@ -165,13 +147,6 @@ def _implicit_reads(code: CodeType, instruction: dis.Instruction) -> frozenset[s
         return loaded
     # Without arguments, super() takes the first one of the function from the frame.
     return frozenset(code.co_varnames[:1] if "super" in loaded else ())
-
-
-def _stored_values(simulation: Simulation, offset: int) -> list[tuple[str, Operand]]:
-    """The variables that an instruction stores, in this order, with their values."""
-    accesses = list_accesses(simulation.instructions[offset])
-    names = [name for access, name in accesses if access == "store"]
-    return list(zip(names, reversed(simulation.states[offset].stack), strict=False))
 
 
 def _check_reached(simulation: Simulation, code: CodeType, offset: int) -> None:
@@ -253,7 +228,7 @@ def loaded_globals(code: CodeType) -> frozenset[str]:
     Raises:
         UnsupportedBytecodeError: an instruction or the interpreter is not known.
     """
-    return _arguments(code, _GLOBAL_LOADS)
+    return _arguments(code, GLOBAL_LOADS)
 
 
 def attribute_names(code: CodeType) -> frozenset[str]:
@@ -274,7 +249,8 @@ def _arguments(code: CodeType, opnames: frozenset[str]) -> frozenset[str]:
     )
 
 
-def _nested_arguments(code: CodeType, *opnames: str) -> frozenset[str]:
+def nested_arguments(code: CodeType, *opnames: str) -> frozenset[str]:
+    """Returns the arguments of some instructions of the functions that a code defines."""
     names = frozenset(opnames)
     return frozenset().union(*(_arguments(each, names) for each in iter_nested(code)))
 
@@ -291,11 +267,11 @@ def clock_names(code: CodeType) -> frozenset[str]:
     simulation = simulate(code)
     stored: dict[str, list[Operand]] = {}
     for offset in simulation.states:
-        for name, value in _stored_values(simulation, offset):
+        for name, value in stored_values(simulation, offset):
             stored.setdefault(name, []).append(value)
     parameters = inspect.getargs(code)
     names = {*stored} - {*parameters.args, parameters.varargs, parameters.varkw}
-    names -= {*code.co_freevars} | _nested_arguments(code, "STORE_DEREF", "STORE_GLOBAL")
+    names -= {*code.co_freevars} | nested_arguments(code, "STORE_DEREF", "STORE_GLOBAL")
     while others := {
         name
         for name in names
@@ -316,63 +292,7 @@ def _is_copy(value: Operand, names: set[str]) -> bool:
     return not value.is_call and len(value.path) == 1 and value.path[0] in names
 
 
-def counted_iterators(code: CodeType) -> dict[int, Operand]:
-    """Returns the iterators of loops over `enumerate`, `zip` and `islice`.
-
-    The keys are offsets of the FOR_ITER. `path` is that of the function, `inner_path` that of its
-    first argument.
-
-    Raises:
-        UnsupportedBytecodeError: an instruction or the interpreter is not known.
-    """
-    simulation = simulate(code)
-    iterators = {
-        offset: state.stack[-1]
-        for offset, state in simulation.states.items()
-        if simulation.instructions[offset].opname == "FOR_ITER"
-    }
-    return {
-        offset: replace(iterator, is_current=True)
-        for offset, iterator in iterators.items()
-        if iterator.is_call and iterator.path in _COUNTERS
-    }
-
-
-def counter_reaches_only_logging(code: CodeType, lasti: int) -> bool:
-    """Whether the count of a loop over `enumerate` is only logged; False when not sure.
-
-    It may be an argument of a logging call, and part of a test whose branches differ in nothing
-    but such calls.
-
-    Args:
-        code: of the frame.
-        lasti: of the frame, at the FOR_ITER of the loop.
-
-    Raises:
-        UnsupportedBytecodeError: an instruction or the interpreter is not known.
-    """
-    simulation, loop = simulate(code), find_executed(code, lasti)
-    iterator = counted_iterators(code).get(loop)
-    if iterator is None or iterator.path != ("enumerate",):
-        return False
-    unpack = next(offset for offset in simulation.instructions if offset > loop)
-    store = next(offset for offset in simulation.instructions if offset > unpack)
-    is_unpacked = simulation.instructions[unpack].opname == "UNPACK_SEQUENCE"
-    names = [name for name, _ in _stored_values(simulation, store)]
-    shared = {*code.co_cellvars, *code.co_freevars, *_nested_arguments(code, *_GLOBAL_LOADS)}
-    if not is_unpacked or not names or names[0] in shared:
-        return False
-    count = names[0]
-    stores = [
-        offset
-        for offset, instruction in simulation.instructions.items()
-        if ("store", count) in list_accesses(instruction)
-    ]
-    reached = _reach(simulation, simulation.successors[store], stores)
-    return all(_only_logs(simulation, offset, count, loop) for offset in reached)
-
-
-def _reach(simulation: Simulation, starts: Iterable[int], stops: Iterable[int]) -> set[int]:
+def reach(simulation: Simulation, starts: Iterable[int], stops: Iterable[int]) -> set[int]:
     """The instructions that may run after the starts, up to the stops."""
     reached: set[int] = set()
     waiting = set(starts) - {*stops}
@@ -382,25 +302,3 @@ def _reach(simulation: Simulation, starts: Iterable[int], stops: Iterable[int]) 
         after = simulation.successors[offset] + simulation.handlers[offset]
         waiting |= {*after} - reached - {*stops}
     return reached
-
-
-def _only_logs(simulation: Simulation, offset: int, count: str, loop: int) -> bool:
-    """Whether an instruction does not use the count, or computes or logs something of it."""
-    if not any(count in operand.names for operand in simulation.popped(offset)):
-        return True
-    if simulation.instructions[offset].opname not in TESTS:
-        return _is_harmless(simulation, offset)
-    one, other = (_reach(simulation, [each], [loop]) for each in simulation.successors[offset])
-    return all(_is_harmless(simulation, each) for each in one ^ other)
-
-
-def _is_harmless(simulation: Simulation, offset: int) -> bool:
-    """Whether an instruction changes nothing that a later step reads."""
-    instruction = simulation.instructions[offset]
-    if instruction.opname in CALLS:
-        callee = split_callee(simulation.popped(offset))[0]
-        is_of_text = not callee.names and callee.text.startswith(("'", '"'))  # "{}".format
-        return is_of_text or (callee.path != () and callee.path[-1] in _LOGGING | _QUERIES)
-    accesses = list_accesses(instruction)
-    is_load = bool(accesses) and all(access == "load" for access, _ in accesses)
-    return is_load or instruction.opname in _HARMLESS

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dis
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
-from resumekit.live.bytecode import counter_reaches_only_logging, operands
+from resumekit.live.bytecode import operands
 from resumekit.live.frames import LiveFrame
+from resumekit.live.loop_counts import begins_at_position, reaches_only_logging
 from resumekit.live.value_stack import Operand
 from resumekit.state import CaptureLine, Fidelity
 
 _COUNTING = frozenset({"enumerate", "zip", "islice"})
 
 
-def operand_lines(frames: Sequence[LiveFrame], owner: Any) -> Iterator[CaptureLine]:
+def operand_lines(
+    frames: Sequence[LiveFrame], owner: Any, *, is_stateless: Callable[[Any], bool]
+) -> Iterator[CaptureLine]:
     """A line for each value that lies on a stack below the fetch and is not computed again.
 
     What was put there inside ``epochs()`` is: the code of an epoch runs again.
@@ -23,6 +26,7 @@ def operand_lines(frames: Sequence[LiveFrame], owner: Any) -> Iterator[CaptureLi
     Args:
         frames: of the fetch, the innermost first.
         owner: the Checkpointer.
+        is_stateless: whether an object is of a library's class that has no state of the training.
     """
     is_recomputed = False
     for frame in reversed(frames):
@@ -32,7 +36,8 @@ def operand_lines(frames: Sequence[LiveFrame], owner: Any) -> Iterator[CaptureLi
         for operand in operands(frame.code, frame.lasti):
             if operand.kind == "iterator":
                 if operand.is_current:
-                    yield from _count_lines(frame, _counter_of(operand, variables))
+                    name = _counter_of(operand, variables)
+                    yield from _count_lines(frame, name, is_stateless)
                 elif _is_epochs(operand, variables, owner):
                     is_recomputed = True
                 elif not (is_recomputed or _is_around_run(frame, operand, variables, owner)):
@@ -91,14 +96,17 @@ def _counter_of(operand: Operand, variables: dict[str, Any]) -> str:
     return next((name for name in names if name in _COUNTING), "")
 
 
-def _count_lines(frame: LiveFrame, name: str) -> Iterator[CaptureLine]:
+def _count_lines(
+    frame: LiveFrame, name: str, is_stateless: Callable[[Any], bool]
+) -> Iterator[CaptureLine]:
     """A line where the count of the loop itself decides something; an absolute one is right."""
-    is_absolute = name == "enumerate" and "initial" in frame.code.co_names
-    if name not in _COUNTING or is_absolute:
+    if name not in _COUNTING:
         return
-    if not counter_reaches_only_logging(frame.code, frame.lasti):
-        what = f"the count of {name} starts again after a resume and decides something"
-        yield _line(frame, what, "write enumerate(batches, start=batches.initial)")
+    is_enumerate = name == "enumerate"
+    if is_enumerate and (begins_at_position(frame) or reaches_only_logging(frame, is_stateless)):
+        return
+    what = f"the count of {name} starts again after a resume and decides something"
+    yield _line(frame, what, "write enumerate(batches, start=batches.initial)")
 
 
 def _line(frame: LiveFrame, what: str, remedy: str) -> CaptureLine:

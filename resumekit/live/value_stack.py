@@ -143,6 +143,13 @@ def split_callee(popped: Stack) -> tuple[Operand, Stack]:
     return callee, tuple(arguments)
 
 
+def stored_values(simulation: Simulation, offset: int) -> list[tuple[str, Operand]]:
+    """Returns the variables that an instruction stores, in this order, with their values."""
+    accesses = list_accesses(simulation.instructions[offset])
+    names = [name for access, name in accesses if access == "store"]
+    return list(zip(names, reversed(simulation.states[offset].stack), strict=False))
+
+
 def _next_states(
     instruction: dis.Instruction, state: State, following: int | None
 ) -> Iterator[tuple[int, State]]:

@@ -584,7 +584,7 @@ def _lines_of(frames: Sequence[LiveFrame], owner: Any) -> Iterator[CaptureLine]:
         if frame.reason is not None:
             where = f"{frame.site.file}:{frame.line}"
             yield CaptureLine(where, Fidelity.LOST, f"variables are not saved: {frame.reason}")
-    yield from operand_lines(frames, owner)
+    yield from operand_lines(frames, owner, is_stateless=is_left_out)
 
 
 def _elsewhere(frames: Sequence[LiveFrame], sites: Sequence[Site]) -> StateMismatchError:

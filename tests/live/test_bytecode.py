@@ -14,8 +14,6 @@ from resumekit.live import (
     UnsupportedBytecodeError,
     attribute_names,
     clock_names,
-    counted_iterators,
-    counter_reaches_only_logging,
     is_in_comprehension,
     live_names,
     loaded_globals,
@@ -507,119 +505,6 @@ def test_functions_of_imported_modules_have_their_path():
         ("time.time()", ("time", "time")),
         ("Checkpoint().batches", ()),
     ]
-
-
-# Counters
-
-
-def test_an_enumerated_loop_is_a_counted_iterator():
-    def function(ckpt):
-        for _i, _batch in enumerate(ckpt.batches(1)):
-            pass
-
-    (operand,) = operands(*watch(function, Checkpoint())[0])
-    assert (operand.path, operand.inner_path) == (("enumerate",), ("ckpt", "batches"))
-    ((offset, counted),) = counted_iterators(function.__code__).items()
-    assert counted.path == ("enumerate",)
-    assert offset == find_executed(*SEEN[0])
-
-    def cut(ckpt):
-        for _batch in itertools.islice(ckpt.batches(2), 1):
-            for _pair in zip(ckpt.batches(1), [1], strict=False):
-                pass
-            for _item in [1]:
-                pass
-
-    found = [each.path for each in counted_iterators(cut.__code__).values()]
-    assert sorted(found) == [("itertools", "islice"), ("zip",)]
-
-
-def only_logs(function):
-    (offset,) = counted_iterators(function.__code__)
-    return counter_reaches_only_logging(function.__code__, offset)
-
-
-def test_a_count_that_is_only_logged_is_recognised():
-    def printed(batches, log, bar):
-        for i, batch in enumerate(batches):
-            loss = batch * 2
-            print(i, loss)
-            if i % 100 == 0:
-                print(f"{i}: {loss:.3f}")
-                log.info("step %d", i)
-                sys.stdout.flush()
-            if (i + 1) % 10 == 0 and loss:
-                bar.set_postfix(step=i, loss=loss)
-            if i % log.interval == 0:
-                print("{} of {}: {:.6f}".format(i * len(batch), len(bar.data), loss.item()))  # noqa: UP032  programs do
-                print("%d" % i, ", ".join([str(i)]))  # noqa: UP031
-        return loss
-
-    def unused(batches):
-        for _i, batch in enumerate(batches):
-            batch()
-
-    assert only_logs(printed)
-    assert only_logs(unused)
-
-
-def test_a_count_that_has_another_use_is_recognised():
-    def computed(batches, weight):
-        for i, batch in enumerate(batches):
-            weight = weight * i + batch
-        return weight
-
-    def guarding(batches, total):
-        for i, batch in enumerate(batches):
-            total += batch
-            if i % 10 == 9:
-                print(total)
-                total = 0
-        return total
-
-    def stopping(batches):
-        for i, batch in enumerate(batches):
-            if i == 3:
-                break
-            batch()
-
-    def after(batches):
-        for i, batch in enumerate(batches):
-            batch()
-        return i
-
-    def skipping(batches):
-        for i, batch in enumerate(batches):
-            if i % 2:
-                continue
-            batch()
-
-    def captured(batches):
-        for i, batch in enumerate(batches):
-            batch(lambda: i)  # noqa: B023  that is the case
-
-    def stored(batches, out):
-        for i, batch in enumerate(batches):
-            out.count = i
-            batch()
-
-    def called(batches, schedule):
-        for i, batch in enumerate(batches):
-            schedule(i)
-            batch()
-
-    for function in (computed, guarding, stopping, after, skipping, captured, stored, called):
-        assert not only_logs(function), function.__name__
-
-
-def test_a_count_of_a_module_that_its_functions_read_has_another_use():
-    source = "for i, batch in enumerate(batches):\n    if i % 5 == 0: print(i, batch)\n"
-    code = compile(source, "<module>", "exec")
-    (offset,) = counted_iterators(code)
-    assert counter_reaches_only_logging(code, offset)
-    code = compile(f"def f(): return i\n{source}", "<module>", "exec")
-    (offset,) = counted_iterators(code)
-    assert not counter_reaches_only_logging(code, offset)
 
 
 # The tables

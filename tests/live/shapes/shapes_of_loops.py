@@ -85,6 +85,38 @@ def count_of_enumerate(directory, *, record, **options):
         train_on(ckpt, model, optimizer, batch, 0.5 + index / 21, record)
 
 
+class History:
+    """Keeps what a loop logs."""
+
+    def __init__(self):
+        self.rows = []
+
+    def log(self, index, loss):
+        self.rows.append((index, loss))
+
+
+def count_kept_by_a_method_named_log(directory, *, record, **options):
+    """The count of ``enumerate`` reaches an object of the script, which scales the loss by it."""
+    model, optimizer, loader = make()
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    history = History()
+    for index, batch in enumerate(ckpt.batches(loader, epochs=EPOCHS)):
+        factor = 0.5 + sum(number for number, _ in history.rows) / 210
+        history.log(index, train_on(ckpt, model, optimizer, batch, factor, record))
+
+
+def count_next_to_an_absolute_one(directory, *, record, **options):
+    """Of two loops only the second begins its count at the position."""
+    model, optimizer, loader = make()
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    for _ in ckpt.epochs(EPOCHS):
+        for index, batch in enumerate(ckpt.batches(loader, name="first")):
+            train_on(ckpt, model, optimizer, batch, 0.5 + index / 21, record)
+        second = ckpt.batches(loader, name="second")
+        for index, batch in enumerate(second, start=second.initial):
+            train_on(ckpt, model, optimizer, batch, 0.5 + index / 21, record)
+
+
 def count_of_zip(directory, *, record, **options):
     """The batches are zipped with an endless count."""
     model, optimizer, loader = make()

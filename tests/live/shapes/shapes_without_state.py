@@ -375,3 +375,21 @@ def metrics_that_are_switched_off(directory, *, record, **options):
 
 if __name__ == "__main__":
     run_as_script(globals())
+
+
+def count_that_is_displayed(directory, *, record, **options):
+    """The count of ``enumerate`` reaches a function of the script that prints."""
+    model, optimizer, loader = make()
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+
+    def display(index, *values):
+        entries = [f"[{index}/{len(loader)}]"]
+        entries += [str(value) for value in values]
+        print("\t".join(entries))
+
+    for index, batch in enumerate(ckpt.batches(loader, epochs=EPOCHS)):
+        loss = loss_of(model, batch)
+        step(ckpt, optimizer, loss)
+        record(loss, model)
+        if index % 2 == 0:
+            display(index, loss.item())
