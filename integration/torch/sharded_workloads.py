@@ -147,6 +147,24 @@ def parallel(model: Classifier, mesh: DeviceMesh) -> nn.Module:
     return parallelize_module(model, mesh, plan)
 
 
+class ByRows(torch.optim.Optimizer):
+    """Keeps a mean of squares for each row: moments of another shape than their parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group["lr"])
+
+    def _update(self, parameter: Any, grad: Any, rate: float) -> None:
+        state, num_beyond = self.state[parameter], grad.dim() - 1
+        square = grad.square().mean(-1) if num_beyond else grad.square()
+        state["rows"] = square if "rows" not in state else 0.9 * state["rows"] + 0.1 * square
+        scale = state["rows"].sqrt() + 0.1
+        parameter.sub_(rate * grad / (scale.unsqueeze(-1) if num_beyond else scale))
+
+
 def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer that the cell asks for."""
     if kind == "adamw":
@@ -155,6 +173,8 @@ def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     if kind == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=False)
+    if kind == "by rows":
+        return ByRows(model.parameters(), {"lr": 0.05})
     frozen = [p for n, p in model.named_parameters() if n.endswith("unused.weight")]
     for parameter in frozen:
         parameter.requires_grad_(False)

@@ -48,13 +48,16 @@ def test_a_killed_run_continues_exactly_in_its_layout(
     kit.assert_exact(Cell(train, options, num_ranks, (KillPoint.step(5),)))
 
 
-@pytest.mark.quick("{'optimizer': 'fused*", "{'layout': 'fsdp1', 'optimizer': 'sgd*")
+@pytest.mark.quick(
+    "{'optimizer': 'fused*", "{'optimizer': 'by rows*", "{'layout': 'fsdp1', 'optimizer': 'sgd*"
+)
 @pytest.mark.parametrize(
     "options",
     [
         {"optimizer": "sgd", "tied": True},
         {"optimizer": "adam with groups", "dropout": 0.1},
         {"optimizer": "fused", "ema": True},
+        {"optimizer": "by rows"},
         {"batch_norm": True},
         {"layout": "fsdp1", "optimizer": "sgd", "tied": True, "batch_norm": True},
         {"layout": "fsdp1", "optimizer": "fused", "dropout": 0.1},
@@ -92,6 +95,18 @@ def test_averages_by_hand_that_are_left_out_are_caught(kit: Kit, pull: str) -> N
 def test_a_component_left_out_is_caught_and_named(kit: Kit, component: str) -> None:
     cell = Cell(train, {"layout": "fsdp", "ema": True}, 2, (KillPoint.step(5),))
     kit.assert_caught(cell, component)
+
+
+def test_moments_of_their_own_shape_take_another_number_of_ranks(kit: Kit) -> None:
+    chain = (("fsdp", 2), ("fsdp", 3), ("plain", 1))
+    notes = launched(kit, chain, num_beyond=0, optimizer="by rows")
+    for before, after in itertools.pairwise(notes):
+        assert after["state_found"] == before["state_saved"]
+
+
+def test_moments_of_their_own_shape_left_out_are_caught_and_named(kit: Kit) -> None:
+    options = {"layout": "fsdp", "optimizer": "by rows"}
+    kit.assert_caught(Cell(train, options, 2, (KillPoint.step(5),)), "optimizer")
 
 
 @pytest.mark.quick("optimizer")

@@ -33,7 +33,15 @@ from resumekit.capture.restore import (
     require_fields,
 )
 from resumekit.errors import ConfigurationError
-from resumekit.serialization import FlatPart, is_sharded, local_part, part_like, sharded_like
+from resumekit.serialization import (
+    FlatPart,
+    is_sharded,
+    local_part,
+    part_like,
+    sharded_dims,
+    sharded_like,
+    sharded_over,
+)
 from resumekit.state import ComponentState, Renaming
 
 _REMEDY = "Build the optimizer as it was when the checkpoint was written"
@@ -160,8 +168,11 @@ class OptimizerState(ComponentState):
             if fqn not in parameters or not isinstance(values, dict):
                 continue
             known = live["state"].get(fqn, {})
+            own_dims = state.get("sharded_dims", {}).get(fqn, {})
             for name, value in values.items():
                 partner = placement_source(name, value, parameters[fqn], known)
+                if partner is None and name in own_dims:
+                    partner = _sharded_as(own_dims[name], value, parameters[fqn])
                 if partner is not None and partner.shape == value.shape:
                     yield value, partner
         yield from pairs_in(state["unnamed_state"], live["unnamed_state"])
@@ -188,8 +199,11 @@ class OptimizerState(ComponentState):
         groups = state["param_groups"]
         return {
             **state,
-            "parameters": renaming.keys(state["parameters"]),
-            "state": renaming.keys(state["state"]),
+            **{
+                n: renaming.keys(state[n])
+                for n in ("parameters", "state", "sharded_dims")
+                if n in state
+            },
             "param_groups": [{**g, "params": renaming.listed(g["params"])} for g in groups],
         }
 
@@ -265,7 +279,9 @@ class OptimizerState(ComponentState):
     ) -> dict[str, Any]:
         """The saved layout, with the dtype and shape of each parameter."""
         parts = self._parts()
+        own_dims = dict(self._own_dims(state, dict(chain(*named))))
         return {
+            **({"sharded_dims": own_dims} if own_dims else {}),
             "class": class_name(self.optimizer),
             "parameters": {n: describe(parts.get(n, parameter)) for n, parameter in chain(*named)},
             "state": state,
@@ -276,6 +292,21 @@ class OptimizerState(ComponentState):
             "unnamed_state": unnamed,
             "other": other,
         }
+
+    def _own_dims(
+        self, state: Mapping[str, Any], parameters: Mapping[str, Tensor]
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """How DTensors of the state are sharded that do not follow their parameter, by name."""
+        for fqn, values in state.items():
+            if not isinstance(values, dict) or not is_sharded(parameters.get(fqn)):
+                continue
+            own_dims = {
+                name: sharded_dims(value, f"{self.key}/state/{fqn}/{name}")
+                for name, value in values.items()
+                if is_sharded(value) and not _follows(name, value, parameters[fqn])
+            }
+            if own_dims:
+                yield fqn, own_dims
 
     def _packed(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The state in torch's own layout, by the position of the live parameters."""
@@ -428,9 +459,19 @@ def placement_source(name: str, value: Any, parameter: Any, live: Mapping[str, A
         return None
     if isinstance(live.get(name), Tensor):
         return live[name] if is_sharded(live[name]) else None
-    # Optimizers create their moments from the parameter, their step counts not.
-    is_moment = value.shape == parameter.shape and name != "step"
-    return parameter if is_moment and is_sharded(parameter) else None
+    return parameter if is_sharded(parameter) and _follows(name, value, parameter) else None
+
+
+def _follows(name: str, value: Tensor, parameter: Any) -> bool:
+    """Whether an optimizer made a value from the parameter: a moment, not a step count."""
+    return bool(value.shape == parameter.shape) and name != "step"
+
+
+def _sharded_as(dims: Sequence[int | None], value: Any, parameter: Any) -> Any:
+    """A part of a value of its own shape; None where the parameter is whole."""
+    is_tensor = isinstance(value, Tensor) and not isinstance(parameter, FlatPart)
+    is_on_mesh = is_tensor and is_sharded(parameter)
+    return sharded_over(parameter, value.shape, dims) if is_on_mesh else None
 
 
 def is_host_step(name: str, group: Mapping[str, Any]) -> bool:

@@ -33,7 +33,9 @@ from resumekit.serialization.sharding import (
     is_sharded,
     local_part,
     part_like,
+    sharded_dims,
     sharded_like,
+    sharded_over,
 )
 from resumekit.serialization.state_paths import StatePath, UniqueNames
 from resumekit.serialization.streaming import StoredState, StoredTensor, open_state, read_boxes
@@ -89,7 +91,9 @@ __all__ = [
     "read_boxes",
     "read_payload",
     "read_sharded",
+    "sharded_dims",
     "sharded_like",
+    "sharded_over",
     "state_digest",
     "stem_of",
 ]

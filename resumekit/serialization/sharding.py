@@ -257,6 +257,48 @@ def sharded_like(partner: Any, local: Tensor) -> Any:
     return kind(local, dataclasses.replace(spec, tensor_meta=meta), requires_grad=False)
 
 
+def sharded_dims(tensor: Any, where: str) -> list[int | None]:
+    """The dimension of a DTensor that each dimension of its mesh shards; None where it replicates.
+
+    Raises:
+        UnsupportedValueError: a placement is neither Shard nor Replicate.
+    """
+    placing = sys.modules["torch.distributed.tensor"]
+    if any(type(each) not in (placing.Shard, placing.Replicate) for each in tensor.placements):
+        raise UnsupportedValueError(
+            where,
+            found=f"a tensor with the placements {tensor.placements}",
+            expected="Shard or Replicate in each dimension of the mesh",
+        )
+    return [getattr(placement, "dim", None) for placement in tensor.placements]
+
+
+def sharded_over(tensor: Any, shape: Sequence[int], dims: Sequence[int | None]) -> Any:
+    """A DTensor without memory, on the mesh of another one.
+
+    Args:
+        tensor: the other one.
+        shape: of the new one.
+        dims: see ``sharded_dims``; on a mesh of other dimensions it is replicated.
+    """
+    placing, mesh = sys.modules["torch.distributed.tensor"], tensor.device_mesh
+    known = dims if len(dims) == mesh.ndim else [None] * mesh.ndim
+    placements = [placing.Replicate() if dim is None else placing.Shard(dim) for dim in known]
+    whole = torch.empty(tuple(shape), device="meta")
+    local = whole
+    for number, dim in enumerate(known):
+        if dim is not None and mesh.get_coordinate() is not None:
+            parts = torch.chunk(local, mesh.size(number), dim)
+            rank = mesh.get_local_rank(number)
+            local = parts[rank] if rank < len(parts) else local.narrow(dim, 0, 0)
+    spec = dataclasses.replace(
+        tensor._spec,
+        placements=tuple(placements),
+        tensor_meta=tensor._spec.tensor_meta._replace(shape=whole.shape, stride=whole.stride()),
+    )
+    return placing.DTensor(local, spec, requires_grad=False)
+
+
 def part_like(partner: Any, saved: Any) -> Any:
     """A whole tensor cut to the part that the partner has here; anything else as it is.
 
