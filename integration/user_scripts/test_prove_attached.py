@@ -77,6 +77,11 @@ def test_an_unchanged_script_is_exact_with_resumekit(
     assert "EXACT with resumekit attached" in page.read_text()
 
 
+def test_a_run_that_was_killed_after_its_last_step_is_no_proof(tmp_path: Path) -> None:
+    with pytest.raises(ProveError, match="no resume was tried: each kill came after the last"):
+        proved(tmp_path, command_of(TRAINER), at=("checkpoint:20",))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("script", [TRAINER, LIGHTNING])
 def test_the_same_kill_is_not_exact_with_the_resume_of_the_script(

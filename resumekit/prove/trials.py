@@ -80,6 +80,7 @@ class Judge:
         )
         if trial.outcome in (Outcome.EXACT, Outcome.WITHIN_TOLERANCE, Outcome.MISSED):
             self._require_kills(num_kills)
+            self._require_resume(verdict)
         self.plan.on_event(trial.outcome.value)
         return trial
 
@@ -126,14 +127,21 @@ class Judge:
                 expected="one launch killed at each point, in the given order",
             )
         if self.kills and not num_kills:
-            raise ProveError(
-                str(self.plan),
-                found="ended before the first kill could hit",
-                expected="a run that can be interrupted",
-                remedy="Train longer"
-                if self.plan.save_every is None
-                else "Save more often (--save-every), or train longer",
-            )
+            found = "ended before the first kill could hit"
+            raise self._not_tried(found, expected="a run that can be interrupted")
+
+    def _require_resume(self, verdict: Verdict | None) -> None:
+        """A run of which no launch continued an earlier one tried no resume, and equals itself."""
+        if self.kills and verdict is not None and not verdict.num_resumes:
+            found = f"no resume was tried: each kill came after the last step, {self.last_step}"
+            raise self._not_tried(found, expected="a kill after a save and before the last step")
+
+    def _not_tried(self, found: str, *, expected: str) -> ProveError:
+        is_attached = self.plan.save_every is not None
+        remedy = (
+            "Save more often (--save-every), or train longer" if is_attached else "Train longer"
+        )
+        return ProveError(str(self.plan), found=found, expected=expected, remedy=remedy)
 
     def _digests(self, run: FinishedRun) -> dict[str, str]:
         trace = run.records if self.plan.follows_records else run.trace
