@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 
+from resumekit import state
 from resumekit.adapters.torch import Checkpointer
 from resumekit.data import stateful
 from resumekit.data.map_style import MapSource
@@ -1605,3 +1606,71 @@ def test_two_loaders_of_any_lengths_continue_exactly(loop: Loop, data: st.DataOb
         was_saved = any(directory.glob("run/step-*"))
         again = launch(loop, directory / "run", seed=9 if was_saved else 0, save_at=range(0))
         assert_same(whole, killed, again)
+
+
+# Attributes of a loader
+
+
+def test_batches_have_the_attributes_of_their_loader(tmp_path: Path) -> None:
+    """A crashed run whose function reads ``loader.dataset`` continues exactly."""
+
+    def train(directory: Path, crash_at: int | None = None) -> Any:
+        launched = Training(directory)
+        length, seen = 6, 0
+
+        def train_epoch(batches: Any) -> float:
+            nonlocal seen
+            total = 0.0
+            for batch in batches:
+                loss = launched.model(batch).square().mean()
+                launched.optimizer.zero_grad()
+                loss.backward()
+                launched.optimizer.step()
+                seen += 1
+                if seen == crash_at:
+                    raise CrashError
+                launched.checkpointer.step()
+                total += loss.item() * len(batch)
+            assert (batches.batch_size, batches.drop_last) == (2, True)
+            return total / len(batches.dataset)
+
+        with launched.checkpointer as checkpointer:
+            for _ in checkpointer.epochs(2):
+                scale = train_epoch(checkpointer.batches(loader(length)))
+                with torch.no_grad():
+                    launched.model.weight.mul_(1 + scale / 100)
+        return launched.model.weight
+
+    expected = train(tmp_path / "whole")
+    with pytest.raises(CrashError):
+        train(tmp_path / "crashed", crash_at=5)
+    assert torch.equal(train(tmp_path / "crashed"), expected)
+
+
+def test_batches_hide_nothing_behind_the_attributes_of_a_loader(tmp_path: Path) -> None:
+    class Stateful(DataLoader[Any]):
+        initial, num_classes = 7, 10
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        load_state_dict = print
+
+    with Training(tmp_path).checkpointer as checkpointer:
+        batches = checkpointer.batches(Stateful(Noisy(4), 2), epochs=1, name="one")
+        assert (batches.initial, len(batches), batches.num_classes) == (0, 2, 10)
+        assert not hasattr(batches, "state_dict")
+        assert not isinstance(batches, state.Stateful)
+        for name in ("_dataset", "__deepcopy__", "unknown"):
+            with pytest.raises(AttributeError, match=name):
+                getattr(batches, name)
+        empty = type(batches).__new__(type(batches))  # as copy and pickle begin
+        with pytest.raises(AttributeError, match="_feed"):
+            _ = empty.dataset
+
+
+def test_batches_of_several_loaders_have_no_attributes_of_one(tmp_path: Path) -> None:
+    with Training(tmp_path).checkpointer as checkpointer:
+        batches = checkpointer.batches({"a": loader(4), "b": loader(4)}, epochs=1)
+        with pytest.raises(AttributeError, match="'Batches' object has no attribute 'dataset'"):
+            _ = batches.dataset

@@ -48,6 +48,9 @@ class Batches:
     It goes over the loader as often as it was asked to: to the run's horizon, once (inside
     ``epochs()`` or another loop), or without end beside another loop (``repeat``).
 
+    Attributes that it has not itself are those of its one loader: ``dataset``, ``batch_size``. They
+    can be read; set them on the loader.
+
     Attributes:
         initial: the batches of this loop that were used before, for a progress bar.
     """
@@ -73,6 +76,17 @@ class Batches:
         self._is_entered = repeat  # a loader beside the loop is not one
         self._surplus: list[Any] = []  # a batch more than the loader's len() says
         self.initial = self._used()
+
+    def __getattr__(self, name: str) -> Any:
+        # Asked for what is not found otherwise. Private names are those of copy and pickle; the
+        # loader's state belongs to the run; a property here may have failed.
+        is_here = name in ("state_dict", "load_state_dict") or hasattr(type(self), name)
+        if not (is_here or name.startswith("_")):
+            loaders = {id(each.loader): each.loader for each in self._feed.sources}
+            if len(loaders) == 1:
+                (loader,) = loaders.values()
+                return getattr(loader, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def prime(self) -> None:
         """Begins the epoch as far as some frameworks do before they ask for a batch."""
