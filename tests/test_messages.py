@@ -178,7 +178,7 @@ def test_a_cell_that_is_run_twice_must_close_the_first_checkpointer(tmp_path: Pa
 
 def test_an_accumulation_window_that_is_longer_than_an_epoch_is_named(tmp_path: Path) -> None:
     with (
-        pytest.raises(LoopError, match=r"epoch 0.*not one call.*accumulation"),
+        pytest.raises(LoopError, match=r"epoch 1.*not one call.*accumulation"),
         make(tmp_path) as checkpointer,
     ):
         for _ in checkpointer.batches(loader(), epochs=2):

@@ -745,6 +745,61 @@ def test_an_epoch_without_any_step_is_an_error_and_many_batches_a_line(
     assert sum("no optimizer step in 20 batches" in line for line in caplog.messages) == 1
 
 
+def collecting_first(directory: Path, **options: Any) -> None:
+    """A first epoch without a step: it collects what the others are scaled by."""
+    net, loader, total = network(), data(), torch.zeros(3)
+    opt = sgd(net)
+    with Checkpointer(directory, save_every=2, **options) as ckpt:
+        for epoch in ckpt.epochs(3):
+            for (x,) in ckpt.batches(loader):
+                if epoch == 0:
+                    total += x.abs().sum(0)
+                else:
+                    record(directory, descend(net, x / total, opt), net)
+
+
+def evaluating_first(directory: Path, **options: Any) -> None:
+    """A first epoch without a batch."""
+    net, loader = network(), data()
+    opt = sgd(net)
+    with Checkpointer(directory, save_every=2, **options) as ckpt:
+        for epoch in ckpt.epochs(3):
+            if epoch == 0:
+                continue
+            for (x,) in ckpt.batches(loader):
+                record(directory, descend(net, x, opt), net)
+
+
+@pytest.mark.parametrize("loop", [collecting_first, evaluating_first])
+def test_a_first_epoch_without_a_step_is_a_line_and_resumes_exactly(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, loop: Train
+) -> None:
+    with caplog.at_level(logging.INFO, "resumekit"):
+        whole = launch(loop, tmp_path / "whole", strict=True)
+    lines = [each for each in caplog.records if "had no optimizer step" in each.message]
+    assert [each.levelname for each in lines] == ["INFO"]
+    for crash_after in (3, 6, 9):
+        directory, saved = tmp_path / str(crash_after), (crash_after - 1) // 2 * 2
+        launch(loop, directory, crash_after=crash_after)
+        assert launch(loop, directory, seed=5)[crash_after:] == whole[saved:]
+    launch(loop, tmp_path / "control", crash_after=5)
+    assert launch(loop, tmp_path / "control", seed=5, exclude={"model"})[5:] != whole[4:]
+
+
+def test_a_second_epoch_without_a_step_is_an_error(tmp_path: Path) -> None:
+    def train() -> None:
+        net, loader = network(), data()
+        opt = sgd(net)
+        with Checkpointer(tmp_path) as ckpt:
+            for epoch in ckpt.epochs(4):
+                for (x,) in ckpt.batches(loader):
+                    if epoch == 0:
+                        descend(net, x, opt)
+
+    with pytest.raises(LoopError, match="epoch 2: not one call of step"):
+        train()
+
+
 @pytest.mark.parametrize(("begins_at", "steps_every"), [(40, 1), (0, 25), (40, 25)])
 def test_a_loop_that_collects_before_it_trains_lacks_no_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, begins_at: int, steps_every: int

@@ -47,6 +47,7 @@ class StepBoundary:
         self._reported: set[str] = set()  # the names of the metrics that report() got
         self._stop_reason: str | None = None
         self._steps_at_epoch_start: int | None = 0
+        self._num_epochs_without_step = 0  # in a row
         self._num_looked = 0
         self._loop_order: LoopOrder = run.counters.loop_order
 
@@ -328,17 +329,27 @@ class StepBoundary:
         self._pass_safe_point(reason, at_end=True)
 
     def _require_steps(self) -> None:
+        """An epoch is over: one without a step may collect data or evaluate, two lack a step()."""
         self._count_taken_step()
         step = self.progress.step
-        if self._steps_at_epoch_start == step:
-            optimizers = "" if self._steps_taken is None else ", no step of an optimizer of the run"
-            raise LoopError(
-                f"epoch {self.progress.epoch}",
-                found=f"not one call of step(){optimizers}",
-                expected="checkpointer.step() after every optimizer step",
-                remedy="An accumulation window must not be longer than an epoch",
-            )
+        if self._steps_at_epoch_start != step:
+            self._num_epochs_without_step = 0
+        elif self._num_epochs_without_step:
+            raise self._no_step()
+        else:
+            self._num_epochs_without_step = 1
+            epoch = self.progress.epoch
+            self._run.reporter.log(f"epoch {epoch} had no optimizer step; a second one is an error")
         self._steps_at_epoch_start = step
+
+    def _no_step(self) -> LoopError:
+        optimizers = "" if self._steps_taken is None else ", no step of an optimizer of the run"
+        return LoopError(
+            f"epoch {self.progress.epoch}",
+            found=f"not one call of step(){optimizers}",
+            expected="checkpointer.step() after every optimizer step",
+            remedy="An accumulation window must not be longer than an epoch",
+        )
 
     def _warn_once(self, what: str, message: str) -> None:
         """One line to act on, the first time that this happens."""
@@ -379,6 +390,9 @@ class StepBoundary:
         """
         self._count_taken_step()
         counters = self._run.counters
+        has_lost = self._num_epochs_without_step and not counters.step
+        if finished and has_lost and not self._stop_reason:
+            raise self._no_step()
         finished = self._stop_reason or finished
         if counters.finished is not None or not (self._in_step or at_end or finished):
             return
