@@ -10,7 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from resumekit.errors import ConfigurationError, LoopError
+from resumekit.errors import ConfigurationError, LoopError, ResumekitError
+from resumekit.log import logger
 from resumekit.run import (
     Batches,
     Components,
@@ -297,6 +298,12 @@ class Checkpointer(StepBoundary):
             SaveError: a save has failed, unless ``on_save_error="warn"``.
         """
         self._count_taken_step()
+        try:
+            self._save_what_is_due()
+        finally:
+            self._wait_and_release()
+
+    def _save_what_is_due(self) -> None:
         saves = self._saves
         saves.is_ending = True
         is_due = self._stop_reason is not None or (saves.is_due and self._may_save())
@@ -307,8 +314,11 @@ class Checkpointer(StepBoundary):
                 self._next_epoch(self._epoch + 1)
             self._run.variables.leave(is_epoch_over=is_over)
             self._pass_safe_point(None)
+
+    def _wait_and_release(self) -> None:
+        """Waits for the save in flight, and gives back what this process holds."""
         try:
-            saves.finish()
+            self._saves.finish()
         finally:
             self._release()
 
@@ -334,5 +344,9 @@ class Checkpointer(StepBoundary):
         """Closes at normal exit; after an uncaught exception nothing new is saved."""
         if os.getpid() != self._pid:  # of a forked child
             return
-        if not hasattr(sys, "last_value") and self._run.world.is_alive():
+        if hasattr(sys, "last_value") or not self._run.world.is_alive():
+            return
+        try:
             self.close()
+        except ResumekitError as error:  # nobody can catch it, and a traceback shows no user code
+            logger.error("not saved at exit: %s Call close() right after the loop", error)

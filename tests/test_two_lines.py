@@ -11,6 +11,8 @@ import logging
 import os
 import runpy
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -840,3 +842,45 @@ def test_hooks_are_removed_at_the_end(tmp_path: Path) -> None:
             descend(steps.net, x, opt)
             assert len(opt._optimizer_step_post_hooks) == 1
     assert not opt._optimizer_step_post_hooks
+
+
+# ---------------------------------------------------------------- a save at exit
+
+SCRIPT_THAT_BREAKS = """
+import sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from resumekit.adapters.torch import Checkpointer
+
+torch.manual_seed(0)
+loader = DataLoader(TensorDataset(torch.linspace(-1, 1, 24).reshape(12, 2)), 2, shuffle=True)
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+ckpt = Checkpointer(sys.argv[1], save_every=1, strict=sys.argv[2] == "strict")
+for epoch in ckpt.epochs(3):
+    for (x,) in ckpt.batches(loader):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    if epoch == 1:
+        break
+if "close" in sys.argv:
+    ckpt.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "saved"), [(("strict",), 11), (("lenient",), 12), (("strict", "close"), 12)]
+)
+def test_a_save_that_is_refused_at_exit_is_one_line(
+    tmp_path: Path, words: tuple[str, ...], saved: int
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT_THAT_BREAKS, encoding="utf-8")
+    command = [sys.executable, str(script), str(tmp_path / "run"), *words]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    lines = [line for line in ended.stderr.splitlines() if "not saved at exit: " in line]
+    assert "Traceback" not in ended.stderr
+    assert len(lines) == (saved == 11)
+    assert all("strict=True: train.py:<module>: lost" in line for line in lines)
+    assert Store(tmp_path / "run").step_names()[0].step == saved
