@@ -310,11 +310,17 @@ class Content:
         hasher.update(np.array(numbers, "<i8"))
 
     def _set(self, hasher: Any, value: Any) -> None:
-        if not all(kind_of(each) is Kind.SCALAR for each in value):
-            raise UncapturedError("a set of objects")
-        for text in sorted(f"{type(each).__name__} {each!r}" for each in value):
-            self._spend(_OBJECT_BYTES)
+        for text in sorted(map(self._element, value)):
             hasher.update(text.encode("utf-8", "surrogatepass"))
+
+    def _element(self, value: Any) -> str:
+        """An element of a set, in a text that is the same in each process."""
+        self._spend(_OBJECT_BYTES)
+        if type(value) is tuple:
+            return f"({', '.join(map(self._element, value))})"
+        if kind_of(value) is not Kind.SCALAR:
+            raise UncapturedError("a set of objects")
+        return f"{type(value).__name__} {value!r}"
 
     def _tensor(self, hasher: Any, value: Tensor, path: str) -> None:
         if value in self._foreign:

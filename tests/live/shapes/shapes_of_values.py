@@ -220,6 +220,11 @@ set_of_integers = changed(
     lambda v, loss: v.symmetric_difference_update({int(40 * loss) % 5}),
     lambda v: 0.4 + len(v) / 5,
 )
+set_of_tuples = changed(
+    lambda: {(0, ("a", 1.5))},
+    lambda v, loss: v.symmetric_difference_update({(int(40 * loss) % 5, ("a", None))}),
+    lambda v: 0.4 + sum(number for number, _ in v) / 5,
+)
 default_dictionary = changed(
     lambda: collections.defaultdict(list),
     lambda v, loss: v[len(v) % 3].append(loss),

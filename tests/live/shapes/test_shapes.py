@@ -30,6 +30,7 @@ EXACT = {
         named_tuple
         list_appended_in_the_loop
         set_of_integers
+        set_of_tuples
         numpy_array_rolled_in_place
         python_generator
         hidden_state_detached
