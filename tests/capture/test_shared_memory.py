@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from resumekit.capture import UserState
+from resumekit.capture.user_state.memory import strides_of
 from resumekit.errors import StateMismatchError
 
 KEY = "callbacks/attributes"
@@ -134,6 +135,48 @@ def test_without_their_layout_they_differ(make: Any, stored: Any) -> None:
     assert state.pop("sharing")
     restore(state, user_state(again))
     assert write(again) != write(box)
+
+
+def test_memory_that_a_resume_has_shared_is_shared_after_the_next_one(stored: Any) -> None:
+    box, again, third = launch(), launch(), launch()
+    saved, next_saved = user_state(box), user_state(again)
+    box.ring = np.zeros(4)
+    box.first = box.ring[1:]
+    restore(stored(saved.state_dict()), next_saved)
+    resumed(next_saved, third, stored)
+    third.first[0] = 1
+    assert third.ring.tolist() == [0, 1, 0, 0]
+
+
+LONE: dict[str, Any] = {
+    "every second element": torch.arange(6.0)[::2],
+    "transposed": torch.arange(6.0).view(2, 3).t(),
+    "an array": np.arange(6.0).reshape(2, 3).T,
+    "an array backwards": np.arange(6)[::-1],
+}
+
+
+@pytest.mark.parametrize("is_in_a_list", [True, False])
+@pytest.mark.parametrize("value", LONE.values(), ids=LONE)
+def test_elements_lie_as_they_did(value: Any, stored: Any, *, is_in_a_list: bool) -> None:
+    """The order in memory decides in which order a product sums them up."""
+    box, again = launch(), launch()
+    saved = user_state(box)
+    box.first = box.second = [value] if is_in_a_list else value
+    for _ in range(2):
+        resumed(saved, again, stored)
+        (found,) = again.first if is_in_a_list else (again.first,)
+        assert strides_of(found) == strides_of(value)
+        assert found.tolist() == value.tolist()
+        assert again.first is again.second
+
+
+def test_of_a_column_of_a_large_matrix_its_elements_are_saved_alone(stored: Any) -> None:
+    box, again = launch(), launch()
+    saved = user_state(box)
+    box.first = torch.zeros(1000, 1000)[:, 0]
+    resumed(saved, again, stored)
+    assert again.first.untyped_storage().nbytes() == 4000
 
 
 def test_what_training_parts_is_two_after_a_resume(stored: Any) -> None:

@@ -11,6 +11,7 @@ import operator
 import random
 import sys
 import threading
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Sequence
 from enum import Enum, Flag
@@ -704,6 +705,21 @@ def test_what_cannot_be_stored_is_reported() -> None:
     reasons = {each.key: each.reason for each in state.findings()}
     assert reasons["holder.new"].startswith("a defaultdict whose default_factory is no builtin")
     assert "Unread that cannot be stored (UnsupportedValueError)" in reasons["holder.tally"]
+
+
+@pytest.mark.parametrize("kind", ["WeakSet", "WeakKeyDictionary", "WeakValueDictionary"])
+def test_containers_of_weak_references_are_reported_when_they_change(kind: str) -> None:
+    tally = Tally(1)
+    live = Holder(tally=tally, weak=getattr(weakref, kind)(), count=0)
+    state = user_state(holder=live)
+    assert state.findings() == ()
+    if kind == "WeakSet":
+        live.weak.add(tally)
+    else:
+        live.weak.update({tally: 1} if kind == "WeakKeyDictionary" else {"a": tally})
+    assert [(each.key, each.fidelity) for each in state.findings()] == [
+        ("holder.weak", Fidelity.LOST)
+    ]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -287,3 +288,13 @@ def test_another_number_of_ranks_takes_over_those_of_one() -> None:
 def test_a_state_of_something_else_is_refused() -> None:
     with pytest.raises(StateMismatchError):
         state_of(nn.Linear(1, 1)).check_state_dict({"names": 3})
+
+
+def test_a_parameter_that_training_adds_to_a_module_of_an_object_is_restored(stored: Any) -> None:
+    live, again = (SimpleNamespace(kept=nn.ParameterDict({"a": torch.zeros(2)})) for _ in range(2))
+    saved, state = (UserState({"here": each}, key="callbacks/attributes") for each in (live, again))
+    live.kept["b"] = torch.ones(2)
+    state.load_state_dict(stored(saved.state_dict()))
+    state.restore_now()
+    assert {name: each.tolist() for name, each in again.kept.items()} == {"a": [0, 0], "b": [1, 1]}
+    assert again.kept["b"].requires_grad

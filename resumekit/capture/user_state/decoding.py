@@ -393,7 +393,7 @@ class Decoder:
         is_like = fits(live, saved) and live not in self._walk.foreign and live.grad_fn is None
         device = live.device if isinstance(live, torch.Tensor) else self._device
         device = device if was_on_device or isinstance(live, torch.Tensor) else None
-        location = self._memory.locate(node[1], device)
+        location = self._memory.locate(node[1], live, device)
         if is_like and self._is_filled(live, location, saved):
             return live
         if location is None:
@@ -469,7 +469,7 @@ class Decoder:
         return made
 
     def _array(self, node: Sequence[Any], live: Any, path: str) -> Any:
-        saved, location = self._data[node[1]], self._memory.locate(node[1], None)
+        saved, location = self._data[node[1]], self._memory.locate(node[1], live, None)
         is_like = type(live) is np.ndarray and (live.dtype, live.shape) == (
             saved.dtype,
             saved.shape,

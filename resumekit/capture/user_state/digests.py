@@ -21,6 +21,7 @@ from resumekit.capture.user_state.value_types import (
     MAPPINGS,
     SCALARS,
     SETS,
+    WEAK,
     Kind,
     cache_size,
     class_of,
@@ -73,6 +74,8 @@ def reduced(value: Any) -> tuple[Any, Any, Any, Any, Any]:
     kind = class_of(value)
     reduce = copyreg.dispatch_table.get(kind)
     found: Any
+    if kind in WEAK:
+        return kind, (WEAK[kind](value),), None, None, None
     try:
         found = kind.__reduce_ex__(value, 5) if reduce is None else reduce(value)
     except Exception as error:  # of a library's class

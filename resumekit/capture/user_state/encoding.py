@@ -40,6 +40,7 @@ from resumekit.capture.user_state.value_types import (
     MAPPINGS,
     SCALARS,
     TORCH_CONSTANTS,
+    WEAK,
     Kind,
     cache_size,
     class_of,
@@ -344,6 +345,8 @@ class Encoder:
         return ["call", class_name(value), self._items(parts)] if parts else _as_it_is(value)
 
     def _reduced(self, value: Any) -> list[Any]:
+        if class_of(value) in WEAK:
+            raise UncapturedError(f"{describe(value)} in it cannot be saved")
         parts = maker, *content = reduced(value)
         self._kept.append(parts)  # nodes are found by the ids of what they are made of
         has_live = self._has_live(value)

@@ -61,6 +61,11 @@ class Cluster:
         """Of the slots."""
         return {each.path for each in self.sharers}
 
+    @property
+    def is_one(self) -> bool:
+        """Whether it is one object, perhaps in several slots."""
+        return len({id(each.value) for each in self.sharers}) == 1
+
     @cached_property
     def begin(self) -> int:
         """The address of the first byte."""
@@ -74,7 +79,7 @@ class Cluster:
     def can_hold(self, value: Any) -> bool:
         """Whether a resume can make one of them in such memory."""
         is_lazy = isinstance(value, Tensor) and (value.is_conj() or value.is_neg())
-        num_bytes = sum(each.value.nbytes for each in self.sharers)
+        num_bytes = sum({id(s.value): s.value.nbytes for s in self.sharers}.values())
         return not is_lazy and self.end - self.begin <= _MAX_BYTES * num_bytes
 
     def has_root_in(self, values: Mapping[str, Any]) -> bool:
@@ -93,7 +98,7 @@ class Cluster:
 
 
 class Clusters:
-    """All memory of some slots that is shared.
+    """All memory of some slots that is shared, or in which elements do not follow each other.
 
     Args:
         values: path and value of each tensor and array in them.
@@ -104,9 +109,8 @@ class Clusters:
         # Of those in memory with others; one object in several slots is none.
         self.by_id: dict[int, Cluster] = {}
         for cluster in self.all:
-            ids = {id(each.value) for each in cluster.sharers}
-            if len(ids) > 1:
-                self.by_id.update(dict.fromkeys(ids, cluster))
+            if not cluster.is_one:
+                self.by_id.update((id(each.value), cluster) for each in cluster.sharers)
 
     def views(self) -> dict[str, tuple[Any, ...]]:
         """Of each slot that has them, where in other tensors and arrays its own lie."""
@@ -154,7 +158,12 @@ class Clusters:
             saved = {
                 i: s.value for s in each.sharers if (i := indices.get(id(s.value))) is not None
             }
-            if len(saved) > 1 or (is_there and saved and root.path not in paths):
+            if each.is_one:
+                is_there = False
+                is_needed = each.can_hold(root.value) and not _is_contiguous(root.value)
+            else:
+                is_needed = len(saved) > 1 or (is_there and root.path not in paths)
+            if saved and is_needed:
                 begin = each.begin // _ALIGNMENT * _ALIGNMENT
                 members = [
                     (index, _address_of(value) - begin, strides_of(value))
@@ -200,11 +209,12 @@ class SharedMemory:
         """Whether a write into a live value changes no other live value."""
         return id(live) not in self._clusters.by_id
 
-    def locate(self, index: int, device: Any) -> Any:
+    def locate(self, index: int, live: Any, device: Any) -> Any:
         """The memory of a saved value: a tensor or an array of its kind; None if it shares none.
 
         Args:
             index: of its elements.
+            live: the value that is there.
             device: of new memory.
 
         Raises:
@@ -213,6 +223,9 @@ class SharedMemory:
         if index not in self._by_index:
             return None
         layout, offset, strides = self._by_index[index]
+        is_like = isinstance(live, (Tensor, np.ndarray)) and strides_of(live) == strides
+        if len(layout[2]) == 1 and not layout[0] and is_like:
+            return None  # it shares none, and its elements lie as they did
         if id(layout) not in self._made:
             self._made[id(layout)] = self._memory(layout, device)
         memory, begin = self._made[id(layout)]
@@ -314,7 +327,8 @@ def _sharers(values: Sequence[tuple[str, Any]]) -> list[Sharer]:
     is_lent = any(each is None for each in owners)
     found = []
     for (path, each), owner in zip(values, owners, strict=True):
-        if (is_lent or uses[owner] > 1) and _has_memory(each):
+        may_share = is_lent or uses[owner] > 1 or not _is_contiguous(each)
+        if may_share and _has_memory(each):
             device = str(each.device) if isinstance(each, Tensor) else "cpu"
             extent = _extent(each, _address_of(each), strides_of(each))
             found.append(Sharer(path, each, device, *extent))
@@ -322,16 +336,24 @@ def _sharers(values: Sequence[tuple[str, Any]]) -> list[Sharer]:
 
 
 def _owner_of(value: Any) -> Any:
-    """What is equal for two tensors of one storage, and for two arrays of one array's memory.
+    """What is equal for two tensors of one storage, and for two arrays of one object's memory.
 
     None of a tensor whose memory is not torch's own, but an array's.
     """
+    while getattr(value, "base", None) is not None:
+        value = value.base
     if not isinstance(value, Tensor):
-        return (id(_base_of(value)),)
+        return (id(value),)
     if value.layout is not torch.strided:
         return 0
     storage = value.untyped_storage()
     return storage.data_ptr() if storage.resizable() or not value.is_cpu else None
+
+
+def _is_contiguous(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.layout is not torch.strided or value.is_contiguous()
+    return bool(value.flags.c_contiguous)
 
 
 def _has_memory(value: Any) -> bool:
@@ -339,12 +361,6 @@ def _has_memory(value: Any) -> bool:
         return bool(value.size)
     is_plain = value.layout is torch.strided and not value.is_nested
     return is_plain and value.numel() > 0 and value.untyped_storage().data_ptr() > 0
-
-
-def _base_of(array: Any) -> Any:
-    while isinstance(array.base, np.ndarray):
-        array = array.base
-    return array
 
 
 def _overlapping(sharers: Sequence[Sharer]) -> Iterator[list[Sharer]]:
@@ -360,7 +376,7 @@ def _overlapping(sharers: Sequence[Sharer]) -> Iterator[list[Sharer]]:
             device, reached = each.device, 0
         reached = max(reached, each.end)
     for together in found:
-        if len(together) > 1:
+        if len(together) > 1 or not _is_contiguous(together[0].value):
             yield sorted(together, key=lambda each: order[id(each)])
 
 

@@ -526,8 +526,8 @@ class UserState(ComponentState):
         if slot.role is Role.GLOBAL:
             is_name = name in found.names[owner_path] and name not in owner
             return slot if is_name and not hasattr(builtins, name) else None
-        is_buffer = slot.role is Role.BUFFER and isinstance(owner, nn.Module)
-        may_be_new = is_buffer or slot.role is Role.ATTRIBUTE
+        is_of_module = slot.role in (Role.BUFFER, Role.PARAMETER) and isinstance(owner, nn.Module)
+        may_be_new = is_of_module or slot.role is Role.ATTRIBUTE
         return slot if may_be_new and may_appear(owner, name) else None
 
     # ---------------------------------------------------------------- helpers

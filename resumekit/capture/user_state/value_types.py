@@ -258,13 +258,20 @@ def parts_of_tensor(value: Any) -> list[Tensor]:
     return [getattr(value.detach(), name)() for name in _INDICES.get(value.layout, ("detach",))]
 
 
+# Containers of weak references, and those of objects that show what they refer to.
+WEAK: dict[Any, Any] = {
+    weakref.WeakSet: list,
+    weakref.WeakKeyDictionary: dict,
+    weakref.WeakValueDictionary: dict,
+}
+
 # Classes of which only the class itself counts, and those whose derived classes count too.
 _EXACT: dict[Any, Kind] = {
     **dict.fromkeys((*SCALARS, *TORCH_CONSTANTS), Kind.SCALAR),
     **dict.fromkeys((*SEQUENCES, *SETS, *MAPPINGS), Kind.CONTAINER),
     **dict.fromkeys(CONSTANTS.values(), Kind.CONSTANT),
     **dict.fromkeys((bytearray, array, _BUFFER), Kind.BUFFER),
-    **dict.fromkeys((io.BytesIO, io.StringIO), Kind.REDUCED),
+    **dict.fromkeys((io.BytesIO, io.StringIO, *WEAK), Kind.REDUCED),
     np.ndarray: Kind.ARRAY,
     np.memmap: Kind.LEAF,  # a file
     types.FunctionType: Kind.FUNCTION,
