@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -337,3 +338,45 @@ def test_a_malformed_gradient_is_refused(nodes: str) -> None:
     with pytest.raises(StateMismatchError):
         restore(state, live)
     assert box.first is None
+
+
+# ---------------------------------------------------------------- other names of containers
+
+CONTAINERS: dict[str, Any] = {
+    "list": lambda: [1],
+    "dict": lambda: {"a": 1},
+    "set": lambda: {1},
+    "deque": lambda: deque([1]),
+    "bytearray": lambda: bytearray(b"a"),
+}
+
+
+def renamed(make: Any) -> tuple[Any, Any]:
+    """A launch, and what it has under two paths."""
+    kept = make()
+    return Box(other=None, kept=kept, inner=Box(kept=kept)), kept
+
+
+@pytest.mark.parametrize("is_in_a_list", [True, False])
+@pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS)
+def test_another_name_of_an_unchanged_container_is_restored(
+    make: Any, stored: Any, *, is_in_a_list: bool
+) -> None:
+    (box, kept), (again, _) = renamed(make), renamed(make)
+    saved = user_state(box)
+    box.other = [kept] if is_in_a_list else kept
+    resumed(saved, again, stored)
+    other = again.other[0] if is_in_a_list else again.other
+    assert other is again.kept
+    assert other is again.inner.kept
+    assert other == kept
+
+
+def test_a_container_that_is_equal_alone_stays_another_one(stored: Any) -> None:
+    (box, kept), (again, live) = renamed(lambda: [1]), renamed(lambda: [1])
+    saved = user_state(box)
+    box.other = [*kept]
+    resumed(saved, again, stored)
+    assert again.kept is live
+    assert again.other is not live
+    assert again.other == kept

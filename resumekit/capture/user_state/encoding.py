@@ -203,7 +203,7 @@ class Encoder:
         self._foreign = walk.foreign
         made = (each for path, each in walk.objects.items() if path in known)
         self._classes = LiveClasses((*made, *walk.foreign.modules))
-        self._indices: dict[int, int] = {}
+        self.indices: dict[int, int] = {}  # of nodes, by the id of the value
         self.placed: dict[int, int] = {}  # the data of tensors and arrays, by the id of the value
         self._kept: list[Any] = []
 
@@ -230,7 +230,7 @@ class Encoder:
             return self._value(value)
         except Exception as error:  # of a class of the user's or of a library
             del self.nodes[num_nodes:], self.data[num_data:]
-            self._indices = {k: v for k, v in self._indices.items() if v < num_nodes}
+            self.indices = {k: v for k, v in self.indices.items() if v < num_nodes}
             self.placed = {k: v for k, v in self.placed.items() if v < num_data}
             self._depth = depth
             if isinstance(error, UncapturedError):
@@ -246,12 +246,12 @@ class Encoder:
     def _value(self, value: Any) -> Any:
         if _is_text(value):
             return value
-        index = self._indices.get(id(value))
+        index = self.indices.get(id(value))
         if index is None:
             self._depth += 1
             if self._depth > MAX_DEPTH:
                 raise UncapturedError(TOO_DEEP)
-            index = self._indices[id(value)] = len(self.nodes)
+            index = self.indices[id(value)] = len(self.nodes)
             self.nodes.append([])
             self.nodes[index] = self._node(kind_of(value), value)
             self._depth -= 1

@@ -1,4 +1,4 @@
-"""Memory that tensors and arrays share: found in live values, and shared again after a resume.
+"""What several slots hold: memory of tensors and arrays, and containers, after a resume too.
 
 Two share memory where the bytes overlap that their elements lie in. All those that overlap, one
 after the other, make up a ``Cluster``. A checkpoint has a layout for each: the path of its largest
@@ -8,7 +8,8 @@ index of its elements, its first byte and its strides, in bytes.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from array import array
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -23,6 +24,10 @@ from resumekit.serialization import fill
 
 _ALIGNMENT = 16  # of the largest element
 _MAX_BYTES = 64  # of a layout, per byte of the elements in it: the rest of it is never read
+
+_CONTAINERS = frozenset(
+    {list, dict, set, deque, defaultdict, OrderedDict, Counter, bytearray, array}
+)
 
 Layout = tuple[str, int, list[tuple[int, int, list[int]]]]
 
@@ -265,6 +270,30 @@ class SharedMemory:
             found=f"{found} in it",
             expected="a tensor or an array of the size that it had when the checkpoint was written",
         )
+
+
+def aliases(
+    indices: Mapping[int, int],
+    seen: Mapping[str, Any],
+    known: Container[str],
+    saved: Container[str],
+) -> dict[str, list[int]]:
+    """The slots with a list, a dict or the like that another slot is saved with, by path.
+
+    They are to be saved too, and first, so that a resume fills the live one for both.
+
+    Args:
+        indices: of what is saved, by the id of the value.
+        seen: all slots.
+        known: the paths of the owners whose slots are saved one by one.
+        saved: the paths of those that are saved.
+    """
+    return {
+        path: [indices[id(each.value)]]
+        for path, each in seen.items()
+        if id(each.value) in indices and type(each.value) in _CONTAINERS
+        if each.is_known and each.owner in known and path not in saved
+    }
 
 
 def check_layouts(where: str, layouts: Any, data: Sequence[Any]) -> None:

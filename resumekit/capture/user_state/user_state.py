@@ -26,7 +26,7 @@ from resumekit.capture.user_state.attributes import (
 from resumekit.capture.user_state.decoding import Decoder, device_of
 from resumekit.capture.user_state.digests import TOO_MANY, UncapturedError
 from resumekit.capture.user_state.encoding import Encoder, has_paths, read_nodes, sorts_in
-from resumekit.capture.user_state.memory import Layout, check_layouts
+from resumekit.capture.user_state.memory import Layout, aliases, check_layouts
 from resumekit.capture.user_state.paths import is_below, moved_state
 from resumekit.capture.user_state.secrets import is_secret
 from resumekit.capture.user_state.value_types import (
@@ -61,7 +61,6 @@ from resumekit.state import Slot as ComponentSlot
 _NAMESPACES = (dict, SimpleNamespace)  # of modules and functions: their variables stand alone
 # Of functions that are reached later, these are the script's when they are seen for the first time.
 _OF_CODE = (Role.GLOBAL, Role.CELL, Role.DEFAULTS)
-_NUM_NAMED = 3
 _DIGESTED_FACTOR = 16  # tensors and arrays that are digested, per byte that may be saved
 _MAX_COPIED = 1000  # values of a plain container that is set back to what the script made
 
@@ -301,6 +300,7 @@ class UserState(ComponentState):
             problems[path] = Problem(
                 f"changed together with {unsaved[found.seen[path].owner]}, which is not saved"
             )
+        values = {**aliases(encoder.indices, found.seen, self._known, values), **values}
         nodes = json.dumps(encoder.nodes, separators=(",", ":")) if encoder.nodes else ""
         sharing = found.clusters.layouts(encoder.placed, found.seen, values)
         return _Changes(found, nodes, encoder.data, sharing, values, problems)
@@ -479,11 +479,11 @@ class UserState(ComponentState):
             found: the live objects.
             skips: what needs an object that is not there yet is left out.
         """
-        given = [*self._scope.foreign(), *(each.value for each in self._holders.values())]
         table = read_nodes(self.key, saved, [entry[3] for entry in saved["slots"]])
         filled = {label_of(entry) for entry in saved["slots"]}
-        sharing = saved.get("sharing", [])
-        decoder = Decoder(self.key, *table, found, device_of(given), filled, sharing)
+        given = [*self._scope.foreign(), *(each.value for each in self._holders.values())]
+        device, sharing = device_of(given), saved.get("sharing", [])
+        decoder = Decoder(self.key, *table, found, device, filled, sharing)
         self._not_made.update(node[1] for node in table[0] if node[0] in ("new", "copy"))
         restored: list[str] = []
         for entry in saved["slots"]:
@@ -573,9 +573,9 @@ def _scope(
     return Scope(foreign, frozenset(transient), limit_bytes, _DIGESTED_FACTOR * limit_bytes, code)
 
 
-def _listed(names: list[str]) -> str:
-    more = len(names) - _NUM_NAMED
-    return ", ".join(names[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")
+def _listed(names: list[str], num: int = 3) -> str:
+    more = len(names) - num
+    return ", ".join(names[:num]) + (f" and {more} more" if more > 0 else "")
 
 
 def attribute_components(model: Any, others: Iterable[Any] = ()) -> tuple[StateComponent, ...]:
