@@ -486,3 +486,16 @@ def test_objects_that_show_or_run_a_training_are_not_entered(tmp_path: Path) -> 
     assert isinstance(handle, RemovableHandle)
     assert saved.findings() == ()
     assert saved.state_dict()["slots"] == []
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: (1).__add__, lambda: ValueError(object()), lambda: compile("1", "", "eval")],
+    ids=["a method of C", "an exception", "code"],
+)
+def test_what_is_known_by_its_text_is_the_same_in_each_launch(make: Any) -> None:
+    """The address of an object is not."""
+    first, second = ({"here": Script(step=make())} for _ in range(2))
+    digests = [UserState(each, key=KEY).digests() for each in (first, second)]
+    assert digests[0] == digests[1]
+    assert "here.step" in digests[0]

@@ -456,7 +456,7 @@ def sort_of(value: Any) -> str:
     if kind is Kind.NAMED:
         is_module = isinstance(value, types.ModuleType)
         show = BaseException.__repr__ if isinstance(value, BaseException) else repr
-        return value.__name__ if is_module else show(value)
+        return value.__name__ if is_module else _ADDRESS.sub("", show(value))
     name = getattr(value, "__qualname__", "") if kind in CODE else ""
     if not name:
         return class_name(value)
@@ -465,6 +465,7 @@ def sort_of(value: Any) -> str:
     return f"{value.__module__}.{name} {digest}"
 
 
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # another one in each launch
 _DRAWS = re.compile(r"rand|normal|choice|shuffle|sample|uniform|generator|seed")
 
 
