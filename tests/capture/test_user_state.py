@@ -841,3 +841,63 @@ def test_a_container_of_the_script_may_be_nested_deeply() -> None:
     holder = Holder(value=in_lists(400))
     (line,) = user_state(holder=holder).findings()
     assert (line.key, line.fidelity) == ("holder.value", Fidelity.UNKNOWN)
+
+
+class Node:
+    """An object with a number."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+
+def test_objects_that_training_makes_are_made_again_wherever_they_move(stored: Any) -> None:
+    """An object of a heap has another index in each launch; which launch made it, that decides."""
+    state: Any = None
+    for number in range(1, 5):
+        live = Holder(heap=[(0, Node(0))])
+        saved = user_state(holder=live)
+        if state is not None:
+            saved.load_state_dict(state)
+        for _ in range(2):  # as at the fetch of an epoch, and at that of its first batch
+            saved.restore_now()
+            saved.extend_baseline({"holder": live}, is_script=False)
+        live.heap.insert(0, (-number, Node(number)))
+        assert [each.count for _, each in live.heap] == [*range(number, -1, -1)]
+        state = stored(saved.state_dict())
+
+
+class Statistics:
+    """What is computed from it once, stays."""
+
+    def __init__(self) -> None:
+        self.values = [1.0]
+
+    @functools.cached_property
+    def mean(self) -> float:
+        return sum(self.values) / len(self.values)
+
+
+def test_a_cached_property_keeps_its_first_value(stored: Any) -> None:
+    live, again = Statistics(), Statistics()
+    saved, state = user_state(of=live), user_state(of=again)
+    assert live.mean == 1.0
+    live.values.append(3.0)
+    state.load_state_dict(stored(saved.state_dict()))
+    state.restore_now()
+    assert (again.mean, again.values) == (1.0, [1.0, 3.0])
+
+
+class Log(bytearray):
+    """Bytes with attributes."""
+
+
+def test_an_object_derived_from_bytes_is_restored_twice(stored: Any) -> None:
+    """As at the fetch of an epoch, and at that of its first batch."""
+    live, again = Holder(log=Log(b"a")), Holder(log=Log(b"a"))
+    saved, state = user_state(holder=live), user_state(holder=again)
+    live.log.extend(b"bc")
+    content = stored(saved.state_dict())
+    for _ in range(2):
+        state.load_state_dict(content)
+        state.restore_now()
+        assert again.log == b"abc"

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from resumekit.capture.naming import unwrapped, wrapped_attribute
 from resumekit.capture.restore import class_name
 from resumekit.capture.user_state.value_types import (
+    CODE,
     LIBRARIES,
     Kind,
     attributes_set_by,
@@ -57,6 +58,8 @@ _OF_WRAPPERS = frozenset({_UPDATES, "min_val", "max_val", "_num_vals_seen"})
 _OF_TRANSFORMERS = frozenset({"_output_capturing_hooks_installed"})
 
 _NOT_OWN = _OF_EVERY_MODULE | _OF_ZERO | _OF_TRANSFORMERS
+
+_OF_CLASSES = (classmethod, staticmethod)
 
 # What an object of a class that is derived from a container holds next to its attributes.
 _CONTAINERS = (list, dict, set)
@@ -305,7 +308,8 @@ def may_appear(owner: Any, name: str) -> bool:
     if isinstance(owner, type):
         return not hasattr(owner, name)
     member = inspect.getattr_static(type(owner), name, None)
-    is_code = inspect.isroutine(member) or inspect.isclass(member)
+    # What a cached property has computed once stands in place of it.
+    is_code = kind_of(member) in (*CODE, Kind.NAMED) or isinstance(member, _OF_CLASSES)
     is_code = is_code or inspect.isdatadescriptor(member)
     if isinstance(owner, nn.Module):
         is_code = is_code or name in _OF_EVERY_MODULE

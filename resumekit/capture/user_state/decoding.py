@@ -99,6 +99,7 @@ class Decoder:
         self._device = device
         self._classes = LiveClasses((*walk.objects.values(), *walk.foreign.modules))
         self._made: dict[int, Any] = {}
+        self.objects: dict[str, Any] = {}  # that no launch makes, by their path in the checkpoint
         self._memory = SharedMemory(where, layouts, data, walk.seen, walk.clusters, filled)
         self._actions: list[Callable[[], Any]] = []
         self._assigned: list[tuple[Slot, Any]] = []
@@ -311,6 +312,7 @@ class Decoder:
             made = object.__new__(kind) if node[0] == "new" else self._copy_of(name, path)
         self._made[index] = made
         if node[0] != "object":
+            self.objects[saved_path] = made
             for key, each in node[3].items():
                 role, _, attribute = key.partition(":")
                 slot = Slot(made, Role(role), attribute)
@@ -346,8 +348,8 @@ class Decoder:
         if keeps and _is(live, name) and not items and not pairs and self._take(live):
             self._actions.append(lambda: live.__setstate__(state))
             return live
-        keeps = maker is type(live) and hasattr(maker, "clear") and reduced(live)[1] == arguments
-        if keeps and self._take(live):
+        keeps = maker is type(live) and _builtin_base(live) is not maker and hasattr(maker, "clear")
+        if keeps and reduced(live)[1] == arguments and self._take(live):
             self._actions.append(lambda: _refill(live, state, items or (), pairs or ()))
             return live
         try:

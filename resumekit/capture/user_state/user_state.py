@@ -484,7 +484,6 @@ class UserState(ComponentState):
         given = [*self._scope.foreign(), *(each.value for each in self._holders.values())]
         device, sharing = device_of(given), saved.get("sharing", [])
         decoder = Decoder(self.key, *table, found, device, filled, sharing)
-        self._not_made.update(node[1] for node in table[0] if node[0] in ("new", "copy"))
         restored: list[str] = []
         for entry in saved["slots"]:
             slot = self._slot(entry, found)
@@ -498,11 +497,12 @@ class UserState(ComponentState):
             else:
                 restored.append(label_of(entry))
         kept = {*restored, *saved["lost"], *saved["first"]}
-        changed = [] if self._grows else self._changed(found)
-        for path in changed:
+        for path in [] if self._grows else self._changed(found):
             if path in self._made and path not in kept and is_below(path, saved["holders"]):
                 decoder.assign(found.seen[path].slot, copy.deepcopy(self._made[path]))
         decoder.run()
+        self._not_made.update(decoder.objects)
+        self._paths.update(paths_of(decoder.objects))
         return tuple(restored)
 
     def _slot(self, entry: Any, found: Walk) -> Slot | None:
