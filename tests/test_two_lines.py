@@ -7,12 +7,14 @@ is written to a file, which no checkpoint holds.
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import os
 import runpy
 import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -24,14 +26,17 @@ import torch
 import xxhash
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit.adapters.torch import Checkpointer
+from resumekit.capture import OptimizerState
 from resumekit.errors import ConfigurationError, LoopError, StateMismatchError
 from resumekit.journal import STEP, find_attempts
 from resumekit.run.discovery import find_objects
-from resumekit.state import Slot
+from resumekit.run.steps_taken import StepsTaken
+from resumekit.state import SharingPattern, Slot, StateComponent
 from resumekit.storage import Store
 
 BATCHES = 6
@@ -884,3 +889,26 @@ def test_a_save_that_is_refused_at_exit_is_one_line(
     assert len(lines) == (saved == 11)
     assert all("strict=True: train.py:<module>: lost" in line for line in lines)
     assert Store(tmp_path / "run").step_names()[0].step == saved
+
+
+def test_a_run_that_is_collected_during_a_step_does_not_end_it() -> None:
+    """As with several trainings in one process; torch goes over the hooks of all optimizers."""
+    former, model = network(), network()
+    steps = StepsTaken()
+    optimizer = torch.optim.SGD(former.parameters(), 0.1)
+    state = OptimizerState(optimizer, {"": former})
+    steps.watch([StateComponent("optimizer", state, SharingPattern.REPLICATED)])
+    is_there = weakref.ref(steps)
+    del steps, state, optimizer  # they refer to each other
+
+    def collect(*_: Any) -> None:
+        gc.collect()
+
+    # Torch notices a change of its hooks when it goes on to the next one.
+    handles = [register_optimizer_step_post_hook(each) for each in (collect, lambda *_: None)]
+    try:
+        descend(model, torch.ones(2, 3), torch.optim.SGD(model.parameters(), 0.1))
+    finally:
+        for each in handles:
+            each.remove()
+    assert is_there() is None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any
-from weakref import ReferenceType, finalize, ref
+from weakref import WeakSet
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -45,9 +45,8 @@ class StepsTaken:
                 self._scalers.append(state.scaler)
                 self._updates.append(_last_update(state.scaler))
         if self._watched and not self._trained:
-            hook = register_optimizer_step_post_hook(partial(_note_other, ref(self)))
-            self._hooks.append(hook)
-            finalize(self, hook.remove)
+            _hook_all_optimizers()
+            _RUNS.add(self)
         self._trained = {id(each) for each in trained_parameters(self._watched)}
 
     def _watch_optimizer(self, optimizer: Any) -> None:
@@ -86,6 +85,7 @@ class StepsTaken:
 
     def detach(self) -> None:
         """Removes the hooks from the optimizers."""
+        _RUNS.discard(self)
         for hook in self._hooks:
             hook.remove()
 
@@ -99,11 +99,21 @@ class StepsTaken:
             self._other_has_stepped = True
 
 
-def _note_other(steps: ReferenceType[StepsTaken], optimizer: Any, *_: Any) -> None:
-    """Runs after each step of any optimizer in this process; keeps no run alive."""
-    found = steps()
-    if found is not None:
-        found.note_other(optimizer)
+_RUNS: WeakSet[StepsTaken] = WeakSet()
+
+
+@cache
+def _hook_all_optimizers() -> None:
+    """Adds a hook that runs after each step of any optimizer in this process.
+
+    It is never removed: a run may be collected while torch goes over the hooks.
+    """
+    register_optimizer_step_post_hook(_note_other)
+
+
+def _note_other(optimizer: Any, *_: Any) -> None:
+    for each in [*_RUNS]:
+        each.note_other(optimizer)
 
 
 def inner_optimizers(optimizer: Any) -> list[Optimizer]:
