@@ -904,7 +904,7 @@ def test_a_run_that_is_collected_during_a_step_does_not_end_it() -> None:
     def collect(*_: Any) -> None:
         gc.collect()
 
-    # Torch notices a change of its hooks when it goes on to the next one.
+    # Torch notices a change of its hooks when it reads the next one.
     handles = [register_optimizer_step_post_hook(each) for each in (collect, lambda *_: None)]
     try:
         descend(model, torch.ones(2, 3), torch.optim.SGD(model.parameters(), 0.1))
