@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -298,3 +299,14 @@ def test_a_parameter_that_training_adds_to_a_module_of_an_object_is_restored(sto
     state.restore_now()
     assert {name: each.tolist() for name, each in again.kept.items()} == {"a": [0, 0], "b": [1, 1]}
     assert again.kept["b"].requires_grad
+
+
+def test_the_method_of_the_class_in_an_attribute_is_no_change() -> None:
+    """As frameworks leave it that wrap ``forward`` while a step runs; a wrapper is a change."""
+    model: Any = nn.Linear(2, 2)
+    state = state_of(model)
+    forward = model.forward
+    model.forward = forward
+    assert state.findings() == ()
+    model.forward = functools.partial(forward)
+    assert [each.key for each in state.findings()] == ["model.forward"]

@@ -14,7 +14,7 @@ import operator
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from types import CellType, FrameType
+from types import CellType, FrameType, MethodType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -135,6 +135,16 @@ class Slot(NamedTuple):
     def set(self, value: Any) -> None:
         """Writes the value; what other code does on assignment is not done."""
         _WRITE[self.role](self.owner, self.name, value)
+
+    def is_method(self, value: Any) -> bool:
+        """Whether a value is the method that the owner's class has under this name.
+
+        Lightning and DeepSpeed put a wrapper in place of ``forward``, and then the method back.
+        """
+        is_own = isinstance(value, MethodType) and value.__self__ is self.owner
+        return (
+            is_own and inspect.getattr_static(type(self.owner), self.name, None) is value.__func__
+        )
 
     def label(self, path: str) -> str:
         """The path of the value, below the path of its owner."""

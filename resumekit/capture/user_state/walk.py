@@ -480,7 +480,7 @@ class _Walker:
             self._found.seen[path] = Seen(slot, owner, value, digest, True, False, None)
 
     def _look_into(self, value: Any, slot: Slot, path: str, owner: str, *, data_only: bool) -> None:
-        if self._is_ignored(value) or self._is_beyond_budget:
+        if self._is_ignored(value, slot) or self._is_beyond_budget:
             self._found.seen[path] = Seen(slot, owner, value, "ignored", False, True, None)
             return
         content = self._content
@@ -507,11 +507,11 @@ class _Walker:
         """Whether objects of libraries, which come after nearer ones, have used up their budget."""
         return self._is_of_library and self._num_digested > MAX_OBJECTS
 
-    def _is_ignored(self, value: Any) -> bool:
+    def _is_ignored(self, value: Any, slot: Slot) -> bool:
         kind = kind_of(value)
         if kind is Kind.SCALAR:
             return False
-        if kind is Kind.LEAF or value in self._foreign:
+        if kind is Kind.LEAF or value in self._foreign or slot.is_method(value):
             return True
         if kind is Kind.GENERATOR:
             return not self._holder.has_generators
