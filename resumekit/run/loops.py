@@ -10,13 +10,12 @@ several loops under way it is that of the one that leads, see ``progress.LoopOrd
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from resumekit.data import Feed, Source
 from resumekit.errors import DataPositionError, ResumekitError
-from resumekit.log import logger
+from resumekit.run.steps_taken import report_if_caught
 
 if TYPE_CHECKING:
     from resumekit.run.step_boundary import StepBoundary
@@ -25,18 +24,14 @@ _Given = TypeVar("_Given")
 
 
 def _reports_when_caught(fetch: Callable[[Any], _Given]) -> Callable[[Any], _Given]:
-    """Logs an error of a fetch when it is gone and the program is not.
-
-    A bare ``except`` around ``next(batches)``, to begin a loader again, catches any error.
-    """
+    """A bare ``except`` around ``next(batches)``, to begin a loader again, catches any error."""
 
     @functools.wraps(fetch)
     def wrapped(loop: Any) -> _Given:
         try:
             return fetch(loop)
         except ResumekitError as error:
-            text = f"the program caught an error and runs on, nothing is saved: {error}"
-            weakref.finalize(error, logger.error, text).atexit = False
+            report_if_caught(error)
             raise
 
     return wrapped

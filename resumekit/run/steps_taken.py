@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache, partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from resumekit.capture import OptimizerState, ScalerState, trained_parameters
+from resumekit.errors import ResumekitError
+from resumekit.log import logger
 from resumekit.state import StateComponent
 
 
@@ -100,6 +102,7 @@ class StepsTaken:
 
 
 _RUNS: WeakSet[StepsTaken] = WeakSet()
+_CAUGHT: list[str] = []  # the errors of loops that are gone
 
 
 @cache
@@ -111,7 +114,16 @@ def _hook_all_optimizers() -> None:
     register_optimizer_step_post_hook(_note_other)
 
 
+def report_if_caught(error: ResumekitError) -> None:
+    """Logs an error that is raised if it is gone when an optimizer steps: training runs on."""
+    _hook_all_optimizers()
+    finalize(error, _CAUGHT.append, str(error)).atexit = False
+
+
 def _note_other(optimizer: Any, *_: Any) -> None:
+    while _CAUGHT:
+        message = "the program caught an error and trains on, nothing is saved: %s"
+        logger.error(message, _CAUGHT.pop())
     for each in [*_RUNS]:
         each.note_other(optimizer)
 

@@ -478,7 +478,7 @@ class Encoder:
         if kind_of(value) is Kind.CONTAINER:  # of functions: the same ones
             return [*map(id, items_of(value))] == [*map(id, items_of(there))]
         is_leaf = kind_of(value) is Kind.LEAF and not isinstance(value, torch.Tensor)
-        return is_leaf or kind_of(value) in CODE
+        return is_leaf or kind_of(value) in NAMED
 
     def _attributes_of(self, kind: Kind, value: Any, path: str) -> Iterator[tuple[Slot, Any]]:
         """All that makes up a new object; of a module also what torch keeps in it."""
