@@ -149,6 +149,29 @@ def test_memory_that_a_resume_has_shared_is_shared_after_the_next_one(stored: An
     assert third.ring.tolist() == [0, 1, 0, 0]
 
 
+class Metric:
+    """Begins again with a value that no slot shows, and that is in two others at first."""
+
+    __slots__ = ("__weakref__", "first", "second")
+
+    def __init__(self) -> None:
+        self.first = self.second = torch.zeros(1)
+
+
+def test_one_tensor_in_two_slots_is_filled_only_where_it_was_in_both(stored: Any) -> None:
+    box, again = Metric(), Metric()
+    saved, default = user_state(box), again.first
+    box.first, box.second = torch.ones(1), torch.full((1,), 2.0)
+    resumed(saved, again, stored)
+    assert (again.first.item(), again.second.item(), default.item()) == (1, 2, 0)
+    box, again = Metric(), Metric()
+    saved, default = user_state(box), again.first
+    box.first.add_(3)
+    resumed(saved, again, stored)
+    assert again.first is again.second is default
+    assert default.item() == 3
+
+
 LONE: dict[str, Any] = {
     "every second element": torch.arange(6.0)[::2],
     "transposed": torch.arange(6.0).view(2, 3).t(),

@@ -8,7 +8,7 @@ import functools
 import operator
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -79,7 +79,7 @@ class Decoder:
         data: what is next to it.
         walk: of the live objects.
         device: where tensors are made that were on a device.
-        filled: the paths of live values that are restored; what the others refer to is not filled.
+        filled: the encoded values by path; what live values of other paths refer to is not filled.
         layouts: of the memory that its tensors and arrays share.
     """
 
@@ -90,7 +90,7 @@ class Decoder:
         data: Sequence[Any],
         walk: Walk,
         device: torch.device | None,
-        filled: Collection[str],
+        filled: Mapping[str, Any],
         layouts: Iterable[Layout],
     ) -> None:
         self._where = where

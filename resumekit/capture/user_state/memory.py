@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -113,8 +113,12 @@ class Clusters:
         self.all = [Cluster(each) for each in _overlapping(_sharers(values))]
         # Of those in memory with others; one object in several slots is none.
         self.by_id: dict[int, Cluster] = {}
+        # The paths of the slots of one object in several.
+        self.paths_of_one: dict[int, set[str]] = {}
         for cluster in self.all:
-            if not cluster.is_one:
+            if cluster.is_one:
+                self.paths_of_one[id(cluster.root.value)] = cluster.paths
+            else:
                 self.by_id.update((id(each.value), cluster) for each in cluster.sharers)
 
     def views(self) -> dict[str, tuple[Any, ...]]:
@@ -188,7 +192,7 @@ class SharedMemory:
         data: the elements.
         live: the live slots, by path.
         clusters: of these.
-        filled: the paths of those that are restored.
+        filled: what a checkpoint has for those that are restored, by path.
     """
 
     def __init__(
@@ -198,7 +202,7 @@ class SharedMemory:
         data: Sequence[Any],
         live: Mapping[str, Any],
         clusters: Clusters,
-        filled: Collection[str],
+        filled: Mapping[str, Any],
     ) -> None:
         self._where, self._data = where, data
         self._live, self._clusters, self._filled = live, clusters, filled
@@ -211,8 +215,14 @@ class SharedMemory:
         self._claimed: set[int] = set()  # the ids of clusters in which a layout lies
 
     def is_alone(self, live: Any) -> bool:
-        """Whether a write into a live value changes no other live value."""
-        return id(live) not in self._clusters.by_id
+        """Whether a write into a live value changes no other live value.
+
+        One in several slots may be elsewhere too, e.g. as the value that a metric begins with
+        again: it is filled where it was in all of them when the checkpoint was written.
+        """
+        paths = self._clusters.paths_of_one.get(id(live), set())
+        saved = {repr(self._filled.get(each)) for each in paths}
+        return id(live) not in self._clusters.by_id and len(saved) < 2
 
     def locate(self, index: int, live: Any, device: Any) -> Any:
         """The memory of a saved value: a tensor or an array of its kind; None if it shares none.

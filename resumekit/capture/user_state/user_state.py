@@ -480,7 +480,7 @@ class UserState(ComponentState):
             skips: what needs an object that is not there yet is left out.
         """
         table = read_nodes(self.key, saved, [entry[3] for entry in saved["slots"]])
-        filled = {label_of(entry) for entry in saved["slots"]}
+        filled = {label_of(entry): entry[3] for entry in saved["slots"]}
         given = [*self._scope.foreign(), *(each.value for each in self._holders.values())]
         device, sharing = device_of(given), saved.get("sharing", [])
         decoder = Decoder(self.key, *table, found, device, filled, sharing)
