@@ -691,3 +691,15 @@ def test_an_error_of_the_loop_that_is_passed_on_is_not_logged(
     step_of_another_optimizer()
     assert raised.value is not None
     assert not errors_in(caplog)
+
+
+def test_an_error_of_a_former_training_is_not_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make(tmp_path / "former") as checkpointer, contextlib.suppress(Exception):
+        fetch_from(checkpointer)
+    with make(tmp_path / "next") as checkpointer:
+        for _ in checkpointer.batches(loader(), epochs=1):
+            step_of_another_optimizer()
+            checkpointer.step()
+    assert not errors_in(caplog)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from resumekit.data import Feed, Source
 from resumekit.errors import DataPositionError, ResumekitError
-from resumekit.run.steps_taken import report_if_caught
+from resumekit.run.steps_taken import CAUGHT, report_if_caught
 
 if TYPE_CHECKING:
     from resumekit.run.step_boundary import StepBoundary
@@ -29,10 +29,13 @@ def _reports_when_caught(fetch: Callable[[Any], _Given]) -> Callable[[Any], _Giv
     @functools.wraps(fetch)
     def wrapped(loop: Any) -> _Given:
         try:
-            return fetch(loop)
+            given = fetch(loop)
         except ResumekitError as error:
             report_if_caught(error)
             raise
+        if CAUGHT:
+            CAUGHT.clear()  # another training has begun
+        return given
 
     return wrapped
 

@@ -102,7 +102,7 @@ class StepsTaken:
 
 
 _RUNS: WeakSet[StepsTaken] = WeakSet()
-_CAUGHT: list[str] = []  # the errors of loops that are gone
+CAUGHT: list[str] = []  # errors of loops, until a loop gives a batch
 
 
 @cache
@@ -117,13 +117,13 @@ def _hook_all_optimizers() -> None:
 def report_if_caught(error: ResumekitError) -> None:
     """Logs an error that is raised if it is gone when an optimizer steps: training runs on."""
     _hook_all_optimizers()
-    finalize(error, _CAUGHT.append, str(error)).atexit = False
+    finalize(error, CAUGHT.append, str(error)).atexit = False
 
 
 def _note_other(optimizer: Any, *_: Any) -> None:
-    while _CAUGHT:
+    while CAUGHT:
         message = "the program caught an error and trains on, nothing is saved: %s"
-        logger.error(message, _CAUGHT.pop())
+        logger.error(message, CAUGHT.pop())
     for each in [*_RUNS]:
         each.note_other(optimizer)
 
