@@ -79,7 +79,7 @@ _MISSING = object()
 
 
 @dataclass(frozen=True)
-class Scope:
+class FunctionScope:
     """A function's code and what its names are bound to.
 
     Args:
@@ -103,7 +103,7 @@ class Scope:
         *,
         unknown: frozenset[str],
         is_stateless: Callable[[Any], bool],
-    ) -> Scope:
+    ) -> FunctionScope:
         """Returns the scope of a running function.
 
         Args:
@@ -194,7 +194,7 @@ class Scope:
         inner = replace(self, code=code, variables=names, entered=self.entered | {key})
         return inner.stores_nothing()
 
-    def _nested(self, code: CodeType) -> Scope:
+    def _nested(self, code: CodeType) -> FunctionScope:
         """The scope of a function that this one defines."""
         local = {*code.co_varnames, *code.co_cellvars}
         names = {name: value for name, value in self.variables.items() if name not in local}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from resumekit.live.bytecode import GLOBAL_LOADS, nested_arguments, reach
-from resumekit.live.call_effects import Scope
+from resumekit.live.call_effects import FunctionScope
 from resumekit.live.frames import LiveFrame
 from resumekit.live.instructions import TESTS, list_accesses
 from resumekit.live.value_stack import Operand, Simulation, simulate, split_callee, stored_values
@@ -105,7 +105,7 @@ def reaches_only_logging(frame: LiveFrame, is_stateless: Callable[[Any], bool]) 
     body = _body(simulation, loop)
     stored = {name for each in body for name, _ in stored_values(simulation, each)}
     unknown = frozenset(stored | unbound)
-    scope = Scope.of_frame(frame.frame, bound, unknown=unknown, is_stateless=is_stateless)
+    scope = FunctionScope.of_frame(frame.frame, bound, unknown=unknown, is_stateless=is_stateless)
     return all(_only_logs(simulation, offset, count, loop, scope) for offset in reached)
 
 
@@ -123,7 +123,9 @@ def _is_enumerate(iterator: Operand, bound: Mapping[str, Any]) -> bool:
     return len(iterator.path) == 1 and type(bound.get(iterator.path[0])) is enumerate
 
 
-def _only_logs(simulation: Simulation, offset: int, count: str, loop: int, scope: Scope) -> bool:
+def _only_logs(
+    simulation: Simulation, offset: int, count: str, loop: int, scope: FunctionScope
+) -> bool:
     """Whether an instruction does not use the count, or computes or logs something of it."""
     if not any(count in operand.names for operand in simulation.popped(offset)):
         return True

@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader
 from resumekit.capture.naming import unwrapped, wrapped_attribute
 from resumekit.capture.restore import class_name
 from resumekit.capture.user_state.value_types import (
-    CODE,
     LIBRARIES,
+    NAMED,
     Kind,
     attributes_set_by,
     class_of,
@@ -319,7 +319,7 @@ def may_appear(owner: Any, name: str) -> bool:
         return not hasattr(owner, name)
     member = inspect.getattr_static(type(owner), name, None)
     # What a cached property has computed once stands in place of it.
-    is_code = kind_of(member) in (*CODE, Kind.NAMED) or isinstance(member, _OF_CLASSES)
+    is_code = kind_of(member) in NAMED or isinstance(member, _OF_CLASSES)
     is_code = is_code or inspect.isdatadescriptor(member)
     if isinstance(owner, nn.Module):
         is_code = is_code or name in _OF_EVERY_MODULE

@@ -22,7 +22,6 @@ from resumekit.capture.user_state.attributes import Role, Slot
 from resumekit.capture.user_state.digests import gradient_of, reduced
 from resumekit.capture.user_state.encoding import (
     FACTORIES,
-    NAMED,
     NODE_MAPPINGS,
     NODE_SEQUENCES,
     LiveClasses,
@@ -39,6 +38,7 @@ from resumekit.capture.user_state.memory import (
 from resumekit.capture.user_state.value_types import (
     CONSTANTS,
     MAPPINGS,
+    NAMED,
     SEQUENCES,
     Kind,
     is_namedtuple,

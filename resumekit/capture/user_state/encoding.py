@@ -38,6 +38,7 @@ from resumekit.capture.user_state.secrets import is_secret
 from resumekit.capture.user_state.value_types import (
     CODE,
     MAPPINGS,
+    NAMED,
     SCALARS,
     TORCH_CONSTANTS,
     WEAK,
@@ -100,9 +101,6 @@ _MAX_NUMBERS = 1024  # in the text; longer lists are next to it
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 # What a resume makes or fills without an object of the launch.
 _ALWAYS_MADE = frozenset({Kind.SCALAR, Kind.CONSTANT, Kind.BUFFER, Kind.CONTAINER, Kind.ARRAY})
-
-# Code, and the like: each object has its name, and no launch makes another one.
-NAMED = CODE | {Kind.NAMED}
 
 _WITH_PATHS = CODE | {Kind.OBJECT, Kind.MODULE}
 

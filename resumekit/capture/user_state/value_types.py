@@ -174,6 +174,8 @@ _POINTER_BYTES = struct.calcsize("P")
 _BUFFER: Any = type(np.zeros(1).__reduce_ex__(5)[1][0])
 CACHED_FUNCTION = type(functools.cache(lambda: None))
 CODE = frozenset({Kind.FUNCTION, Kind.CLASS, Kind.CALL})
+# Code, and the like: each object has its name, and no launch makes another one.
+NAMED = CODE | {Kind.NAMED}
 
 
 def kind_of(value: Any) -> Kind:
