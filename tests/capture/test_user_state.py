@@ -901,3 +901,28 @@ def test_an_object_derived_from_bytes_is_restored_twice(stored: Any) -> None:
         state.load_state_dict(content)
         state.restore_now()
         assert again.log == b"abc"
+
+
+def deletable(kind: str) -> Any:
+    """An object with an attribute ``rate``."""
+    made = {"object": Holder(), "slots": Slotted(), "module": nn.Identity()}[kind]
+    made.rate = torch.Generator() if kind == "module" else 1.0
+    return made
+
+
+@pytest.mark.parametrize("kind", ["object", "slots", "module"])
+def test_an_attribute_that_training_deletes_stays_deleted(stored: Any, kind: str) -> None:
+    live, content = Holder(it=deletable(kind)), None
+    saved = user_state(one=live)
+    assert paths(saved) == set()
+    del live.it.rate
+    for _ in range(3):  # also what a resumed launch saves
+        content = stored(saved.state_dict())
+        again = Holder(it=deletable(kind))
+        assert hasattr(again.it, "rate")
+        saved = user_state(one=again)
+        saved.load_state_dict(content)
+        saved.restore_now()
+        assert not hasattr(again.it, "rate")
+    again.it.rate = 3.0
+    assert paths(saved) == {"one.it.rate"}

@@ -27,9 +27,11 @@ from resumekit.capture.restore import class_name
 from resumekit.capture.user_state.value_types import (
     LIBRARIES,
     NAMED,
+    Absent,
     Kind,
     attributes_set_by,
     class_of,
+    is_user_object,
     kind_of,
     slots_of,
     word_set,
@@ -190,8 +192,21 @@ def _read_attribute(owner: Any, name: str) -> Any:
     return attributes[name] if name in attributes else object.__getattribute__(owner, name)
 
 
+def deleted_slot(owner: Any, name: str) -> Slot | None:
+    """The slot of an attribute that an object had; None where it may still have it."""
+    may_be = is_user_object(owner) or kind_of(owner) is Kind.CLASS
+    is_gone = may_be and name.isidentifier() and name not in attribute_names(owner)
+    is_tensor = isinstance(owner, nn.Module) and any(
+        name in registered(owner, f"{kind}s") for kind in _KINDS_OF_TENSORS
+    )
+    return Slot(owner, Role.ATTRIBUTE, name) if is_gone and not is_tensor else None
+
+
 def _write_attribute(owner: Any, name: str, value: Any) -> None:
-    if name in slots_of(class_of(owner)):
+    if isinstance(value, Absent):
+        if name in attribute_names(owner):
+            (type if isinstance(owner, type) else object).__delattr__(owner, name)
+    elif name in slots_of(class_of(owner)):
         object.__setattr__(owner, name, value)
     elif isinstance(owner, type):
         type.__setattr__(owner, name, value)
@@ -452,7 +467,7 @@ def _of_module(module: nn.Module, *, in_component: bool) -> Iterator[tuple[Slot,
             if not in_component:
                 yield Slot(module, Role.PARAMETER, name), parameter
     for name, buffer in registered(module, "buffers").items():
-        if buffer is not None and (not in_component or name in loose):
+        if name in loose or not (in_component or buffer is None):
             yield Slot(module, Role.BUFFER, name), buffer
     if isinstance(module, nn.ModuleList):
         yield Slot(module, Role.MODULES, ""), _read_modules(module, "")

@@ -40,6 +40,7 @@ from resumekit.capture.user_state.value_types import (
     MAPPINGS,
     NAMED,
     SEQUENCES,
+    Absent,
     Kind,
     is_namedtuple,
     kind_of,
@@ -54,6 +55,7 @@ from resumekit.errors import StateMismatchError
 
 _PARTIAL = functools.partial(print)
 _NEW_OBJECT: Any = object().__reduce_ex__(4)[0]
+_ABSENT = ["constant", Absent.__name__]
 
 # The nodes that may replace a live value of these kinds.
 _REPLACEABLE_BY: dict[Kind, tuple[str, ...]] = {
@@ -117,7 +119,8 @@ class Decoder:
             action()
         for slot, value in self._assigned:
             slot.set(value)
-            self._read_back(slot, value)
+            if not isinstance(value, Absent):
+                self._read_back(slot, value)
 
     def restore(self, slot: Slot, encoded: Any, path: str) -> None:
         """Adds a slot that ``run`` sets to an encoded value.
@@ -148,8 +151,10 @@ class Decoder:
         self._assigned.append((slot, value))
 
     def _require_compatible(self, path: str, encoded: Any, live: Any) -> None:
-        saved = self._nodes[encoded[0]][0] if isinstance(encoded, list) else "a plain value"
-        kind = kind_of(live)
+        node = self._nodes[encoded[0]] if isinstance(encoded, list) else ["a plain value"]
+        if node[:2] == _ABSENT:
+            return
+        saved, kind = node[0], kind_of(live)
         if (kind in _REPLACEABLE_BY and saved not in _REPLACEABLE_BY[kind]) or (
             kind is Kind.LEAF and saved not in ("tensor", "live")
         ):

@@ -19,6 +19,7 @@ from resumekit.capture.user_state.attributes import (
     Holder,
     Role,
     Slot,
+    deleted_slot,
     lines_of_changed_parts,
     may_appear,
     parts_of_modules,
@@ -31,6 +32,7 @@ from resumekit.capture.user_state.paths import is_below, moved_state
 from resumekit.capture.user_state.secrets import is_secret
 from resumekit.capture.user_state.value_types import (
     SCALARS,
+    Absent,
     Kind,
     is_code,
     is_library,
@@ -62,6 +64,7 @@ _NAMESPACES = (dict, SimpleNamespace)  # of modules and functions: their variabl
 # Of functions that are reached later, these are the script's when they are seen for the first time.
 _OF_CODE = (Role.GLOBAL, Role.CELL, Role.DEFAULTS)
 _DIGESTED_FACTOR = 16  # tensors and arrays that are digested, per byte that may be saved
+_DELETED = "deleted"  # in place of the digest
 _MAX_COPIED = 1000  # values of a plain container that is set back to what the script made
 
 
@@ -538,6 +541,11 @@ class UserState(ComponentState):
         for path, each in found.seen.items():
             if each.slot.role in _OF_CODE and each.is_known:
                 self._note_first(path, each)
+        for path in self._first.keys() - found.seen.keys():
+            owner, _, name = path.rpartition(".")
+            slot = deleted_slot(found.objects.get(owner), name)
+            if slot is not None:
+                found.seen[path] = Seen(slot, owner, Absent(), _DELETED, False, False, None)
         self._too_large.update(
             (path, id(each.value))
             for path, each in found.seen.items()

@@ -71,7 +71,19 @@ SEQUENCES = (list, tuple, deque)
 SETS = (set, frozenset)
 MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 TORCH_CONSTANTS = (torch.dtype, torch.device, torch.Size)
-_CONSTANTS = (range, slice, Decimal, Fraction, timedelta, date, datetime, PurePosixPath, PosixPath)
+
+
+class Absent:
+    """The value of an attribute that training has deleted."""
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return Absent, ()
+
+
+_CONSTANTS = (
+    *(range, slice, Decimal, Fraction, timedelta, date, datetime, PurePosixPath, PosixPath),
+    Absent,
+)
 # Their ``__reduce__`` gives the class and plain arguments.
 CONSTANTS: dict[str, Any] = {each.__name__: each for each in _CONSTANTS}
 

@@ -149,6 +149,34 @@ class Criterion(nn.Module):
         return self.centre.item()
 
 
+class WarmUp:
+    """Training deletes an attribute of it, of its class and of a module, and a buffer's tensor."""
+
+    def __init__(self) -> None:
+        type(self).late = 0.5
+        self.early, self.module = 0.2, nn.Identity()
+        self.module.rate = 0.3
+        self.module.register_buffer("mask", torch.tensor(0.4), persistent=False)
+
+    def update(self, loss: float) -> None:
+        if "early" in vars(self):
+            del self.early
+        elif "rate" in vars(self.module):
+            del self.module.rate
+        elif self.module.mask is not None:
+            self.module.mask = None
+        elif "late" in vars(type(self)):
+            del type(self).late
+
+    def factor(self) -> float:
+        factors = [getattr(owner, name, 1.0) for owner, name in self.owners()]
+        return sum(factors) + (0.7 if self.module.mask is None else self.module.mask.item())
+
+    def owners(self) -> list[tuple[Any, str]]:
+        """The objects with the attributes that are deleted."""
+        return [(self, "early"), (self.module, "rate"), (type(self), "late")]
+
+
 class CallableScale(Scale):
     """It is called for the factor; the value is in an object of the object."""
 
@@ -187,6 +215,7 @@ private_attribute = with_object(Guarded)
 class_attribute = with_object(Counted)
 loss_module_that_is_not_given = with_object(Criterion)
 object_in_an_object = with_object(CallableScale)
+attributes_that_are_deleted = with_object(WarmUp)
 
 
 class Trainer:

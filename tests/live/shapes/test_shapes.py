@@ -82,6 +82,7 @@ EXACT = {
         object_with_slots
         ring_of_objects
         class_attribute
+        attributes_that_are_deleted
         method_that_changes_its_object
         closure_with_nonlocal
         lambda_over_a_list
