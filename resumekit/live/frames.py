@@ -17,6 +17,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any, Literal
 
@@ -234,7 +235,20 @@ def is_library_file(filename: str) -> bool:
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     folders = {sysconfig.get_path(name) for name in names} | {os.path.dirname(os.__file__)}
     folders |= {os.path.realpath(folder) for folder in folders}
-    return any(os.path.abspath(filename).startswith(folder + os.sep) for folder in folders)
+    path = os.path.abspath(filename)
+    return any(path.startswith(folder + os.sep) for folder in folders) or any(
+        Path(path).relative_to(folder).parts[0] in _installed_in(folder)
+        for folder in map(os.path.abspath, sys.path)
+        if path.startswith(folder + os.sep)
+    )
+
+
+@lru_cache(maxsize=NUM_CACHED)
+def _installed_in(folder: str) -> frozenset[str]:
+    """The files and folders that an installer has put into a folder (``pip install --target``)."""
+    records = [each.read_text("utf-8") for each in Path(folder).glob("*.dist-info/RECORD")]
+    lines = (line for each in records for line in each.splitlines())
+    return frozenset(line.split(",")[0].split("/")[0] for line in lines)
 
 
 def _has_variable(frame: FrameType, owner: object) -> bool:

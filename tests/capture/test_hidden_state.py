@@ -282,3 +282,21 @@ def test_a_library_that_was_installed_to_be_edited_is_one(tmp_path: Path) -> Non
     metadata = "Metadata-Version: 2.1\nName: datasets\nVersion: 9.0\n"
     files = {"src/datasets.py": KEEPER, "site/datasets-9.0.dist-info/METADATA": metadata}
     assert digests_in_a_script(tmp_path, "datasets", files, "site src") == "False"
+
+
+def test_a_library_may_be_installed_into_any_folder(tmp_path: Path) -> None:
+    """By ``pip install --target``; a script of the user's in that folder is none."""
+    libs, project = tmp_path / "libs", tmp_path / "project"
+    (project / "keepers").mkdir(parents=True)
+    (project / "keepers/__init__.py").write_text(KEEPER)
+    (project / "pyproject.toml").write_text('[project]\nname = "keepers"\nversion = "1"\n')
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-build-isolation"]
+    subprocess.run([*install, "--target", str(libs), str(project)], check=True)
+    (libs / "script.py").write_text(
+        "import keepers\nfrom resumekit.live import is_library_file\n"
+        "print(is_library_file(keepers.__file__), is_library_file(__file__))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, str(libs / "script.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False"]
