@@ -281,14 +281,16 @@ def test_an_endless_loader_is_counted_in_steps(tmp_path: Path, remedy: Remedy) -
 
 
 @pytest.mark.remedy(
-    "Make it before the loop or pass optimizer=...; one that the loop makes, or none: pass "
-    "model=... and call step()"
+    "Make it before the first call of batches() or epochs(), or pass optimizer=...; one that the "
+    "loop makes, or none: pass model=... and call step()"
 )
 def test_an_optimizer_is_made_before_the_loop_or_passed(tmp_path: Path, remedy: Remedy) -> None:
     def without_optimizer() -> None:
         checkpointer = Checkpointer(tmp_path / "a")
-        for _ in checkpointer.batches(loader(), epochs=1):
-            pass
+        batches = checkpointer.batches(loader(), repeat=True)
+        parts = Parts()
+        next(batches)
+        parts.optimizer.step()
 
     def with_optimizer() -> int:
         parts = Parts()

@@ -178,8 +178,8 @@ def _require_training(
         "optimizer",
         found=f"none was passed, and none is in the variables of the loop ({names})",
         expected="the optimizer that trains the model",
-        remedy="Make it before the loop or pass optimizer=...; one that the loop makes, or none: "
-        "pass model=... and call step()",
+        remedy="Make it before the first call of batches() or epochs(), or pass optimizer=...; one "
+        "that the loop makes, or none: pass model=... and call step()",
     )
 
 
