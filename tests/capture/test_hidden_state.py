@@ -11,6 +11,7 @@ import os
 import struct
 import subprocess
 import sys
+import threading
 from collections import OrderedDict, UserDict, defaultdict
 from pathlib import Path
 from types import GenericAlias
@@ -300,3 +301,16 @@ def test_a_library_may_be_installed_into_any_folder(tmp_path: Path) -> None:
     command = [sys.executable, str(libs / "script.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "False"]
+
+
+def test_attributes_of_the_present_thread_are_restored() -> None:
+    def made() -> threading.local:
+        here = threading.local()
+        here.scale = 1.0
+        return here
+
+    def change(keeper: Keeper) -> None:
+        keeper.value.scale *= 0.5
+
+    assert resumed(made, change).scale == 0.5
+    assert made().scale == 1.0

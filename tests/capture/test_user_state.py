@@ -703,7 +703,7 @@ def test_what_cannot_be_stored_is_reported() -> None:
     state = user_state(holder=live)
     live.new, live.tally.count = [defaultdict(functools.partial(list))], 1
     reasons = {each.key: each.reason for each in state.findings()}
-    assert reasons["holder.new"].startswith("a defaultdict whose default_factory is no builtin")
+    assert reasons["holder.new"].startswith("a defaultdict of a partial that training made")
     assert "Unread that cannot be stored (UnsupportedValueError)" in reasons["holder.tally"]
 
 
@@ -905,7 +905,7 @@ def test_an_object_derived_from_bytes_is_restored_twice(stored: Any) -> None:
 
 def deletable(kind: str) -> Any:
     """An object with an attribute ``rate``."""
-    made = {"object": Holder(), "slots": Slotted(), "module": nn.Identity()}[kind]
+    made: Any = {"object": Holder(), "slots": Slotted(), "module": nn.Identity()}[kind]
     made.rate = torch.Generator() if kind == "module" else 1.0
     return made
 
@@ -926,3 +926,25 @@ def test_an_attribute_that_training_deletes_stays_deleted(stored: Any, kind: str
         assert not hasattr(again.it, "rate")
     again.it.rate = 3.0
     assert paths(saved) == {"one.it.rate"}
+
+
+@pytest.mark.parametrize("kind", ["class", "function", "partial"])
+def test_a_defaultdict_keeps_its_factory(stored: Any, kind: str) -> None:
+    """As the meters of many training scripts, each of a class of theirs."""
+
+    def meters() -> Any:
+        factory = {
+            "class": Tally,
+            "function": lambda: Tally(2),
+            "partial": functools.partial(Tally),
+        }
+        return defaultdict(factory[kind], first=Tally(1))
+
+    live, again = Holder(meters=meters()), Holder(meters=meters())
+    saved = user_state(one=live)
+    live.meters["loss"] = 0.5
+    live.meters["first"].count = 7
+    assert passed_on(saved, user_state(one=again), stored) == ()
+    assert (again.meters["loss"], again.meters["first"].count) == (0.5, 7)
+    assert again.meters["new"].count == {"function": 2}.get(kind, 0)
+    assert again.meters.default_factory is not live.meters.default_factory or kind == "class"

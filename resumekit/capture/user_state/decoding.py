@@ -7,7 +7,7 @@ import ctypes
 import functools
 import operator
 from array import array
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -21,7 +21,6 @@ from resumekit.capture.rng import new_generator, set_generator_state
 from resumekit.capture.user_state.attributes import Role, Slot
 from resumekit.capture.user_state.digests import gradient_of, reduced
 from resumekit.capture.user_state.encoding import (
-    FACTORIES,
     NODE_MAPPINGS,
     NODE_SEQUENCES,
     LiveClasses,
@@ -37,6 +36,7 @@ from resumekit.capture.user_state.memory import (
 )
 from resumekit.capture.user_state.value_types import (
     CONSTANTS,
+    FACTORIES,
     MAPPINGS,
     NAMED,
     SEQUENCES,
@@ -288,11 +288,14 @@ class Decoder:
         return known._make(values)  # type: ignore[attr-defined]
 
     def _mapping(self, index: int, node: Sequence[Any], live: Any, path: str) -> Any:
-        kind, keys, encoded, factory = node[0], node[1], self._items(node[2]), node[3]
+        kind, keys, encoded, factory = node[0], node[1], self._items(node[2]), None
         maker = NODE_MAPPINGS[kind]
+        if node[3] is not None:
+            present = getattr(live, "default_factory", None)
+            factory = FACTORIES.get(node[3]) or self._named(["named", node[3]], present, path)
         made = live
         if type(live) is not maker or not self._take(live):
-            made = defaultdict(FACTORIES.get(factory)) if kind == "defaultdict" else maker()
+            made = maker()
         self._made[index] = made
         partners = live if isinstance(live, dict) else {}
         values = {}
@@ -300,6 +303,8 @@ class Decoder:
             decoded = self.value(key, None, path)
             values[decoded] = self.value(each, partners.get(decoded), f"{path}[{decoded!r}]")
         self._actions.append(lambda: (made.clear(), made.update(values)))
+        if kind == "defaultdict":
+            self._actions.append(lambda: setattr(made, "default_factory", factory))
         return made
 
     def _object(self, index: int, node: Sequence[Any], live: Any, path: str) -> Any:

@@ -8,7 +8,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Container
 from enum import Enum
 from functools import cache
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from resumekit.capture.user_state.value_types import (
     Kind,
     cache_size,
     class_of,
+    factory_of,
     is_namedtuple,
     kind_of,
     memory_of,
@@ -247,7 +247,8 @@ class Content:
             raise UncapturedError(TOO_DEEP)
         self._depth += 1
         factory = getattr(value, "default_factory", None)
-        if getattr(value, "__dict__", None) or hasattr(kind, "__deepcopy__") or _is_bound(factory):
+        is_known = factory_of(value) is None
+        if getattr(value, "__dict__", None) or hasattr(kind, "__deepcopy__") or not is_known:
             self.is_plain = False  # a deep copy would copy more than the elements
         hasher.update(struct.pack("<q", len(value)))
         if kind is deque:
@@ -255,7 +256,7 @@ class Content:
         if kind in SETS:
             self._set(hasher, value)
         elif kind in MAPPINGS:
-            hasher.update(repr(factory).encode())
+            hasher.update((repr(factory) if is_known else sort_of(factory)).encode())
             for key, each in value.items():
                 self.feed(hasher, key, path)
                 self.feed(hasher, each, f"{path}[{key!r}]")
@@ -400,10 +401,6 @@ def global_name(value: Any) -> str:
     module = getattr(value, "__module__", None)
     is_builtin = module in (None, "builtins") and not isinstance(value, type)
     return "" if is_builtin or not isinstance(name, str) else f"{module}.{name}"
-
-
-def _is_bound(factory: Any) -> bool:
-    return not isinstance(factory, (type, FunctionType, type(None)))
 
 
 def plain_digest(value: Any, *, ignore_floats: bool) -> Any:

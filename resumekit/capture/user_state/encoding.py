@@ -37,6 +37,7 @@ from resumekit.capture.user_state.digests import (
 from resumekit.capture.user_state.secrets import is_secret
 from resumekit.capture.user_state.value_types import (
     CODE,
+    FACTORIES,
     MAPPINGS,
     NAMED,
     SCALARS,
@@ -45,6 +46,7 @@ from resumekit.capture.user_state.value_types import (
     Kind,
     cache_size,
     class_of,
+    factory_of,
     is_library,
     is_namedtuple,
     items_of,
@@ -75,8 +77,6 @@ NODE_MAPPINGS: dict[str, Callable[..., Any]] = {
     "Counter": Counter,
     "defaultdict": defaultdict,
 }
-FACTORIES: dict[str, Any] = {each.__name__: each for each in (dict, float, int, list, set, str)}
-
 # The fields of each kind of node, its name first.
 _NUM_FIELDS = {
     **dict.fromkeys(("live",), 1),
@@ -356,29 +356,29 @@ class Encoder:
         # What makes the live one may make this one too, and the parts of it.
         self._left, self._has_makers = Counter(), has_live or self._has_makers
         try:
-            name = self._maker(maker)
-            encoded = [self._part(each) for each in content]
+            name = self._maker(maker, value)
+            encoded = [self._part(each, value) for each in content]
         finally:
             self._left, self._has_makers = before
         return ["reduced", class_name(value), name, encoded]
 
-    def _maker(self, code: Any) -> str:
-        """The name of a function or a class that makes an object, where a resume finds it."""
+    def _maker(self, code: Any, value: Any) -> str:
+        """The name of a function or a class that makes a value, where a resume finds it."""
         name = global_name(code)
         is_live = self._has_makers and self._walk.makers.get(name) is code
         if not is_live and maker_of(name, self._classes) is not code:
-            raise UncapturedError(f"{name} that no launch can find by its name")
+            raise UncapturedError(f"{describe(value)} that training made, and the script none")
         return name
 
-    def _part(self, value: Any) -> Any:
-        """A part of what makes an object, see ``Content``."""
+    def _part(self, value: Any, owner: Any) -> Any:
+        """A part of what makes an object, the owner, see ``Content``."""
         if type(value) is tuple:
             self.nodes.append(["tuple", [], None])
             index = len(self.nodes) - 1
-            self.nodes[index][1] = [self._part(each) for each in value]
+            self.nodes[index][1] = [self._part(each, owner) for each in value]
             return [index]
         if global_name(value):
-            self.nodes.append(["code", self._maker(value)])
+            self.nodes.append(["code", self._maker(value, owner)])
             return [len(self.nodes) - 1]
         return self._value(value)
 
@@ -411,13 +411,19 @@ class Encoder:
             return ["namedtuple", class_name_of(kind), list(value._fields), self._items(value)]
         name = kind.__name__
         if kind in MAPPINGS:
-            factory = getattr(value, "default_factory", None)
-            if factory not in (None, *FACTORIES.values()):
-                raise UncapturedError("a defaultdict whose default_factory is no builtin class")
             items = [self._item(key, each) for key, each in value.items()]
-            return [name, [self._key(k) for k in value], items, factory and factory.__name__]
+            return [name, [self._key(k) for k in value], items, self._factory(value)]
         items = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
         return [name, self._items(items), getattr(value, "maxlen", None)]
+
+    def _factory(self, value: Any) -> str | None:
+        """The name of what a defaultdict makes values with."""
+        factory = getattr(value, "default_factory", None)
+        if factory is None or factory_of(value) is None:
+            return factory and str(factory.__name__)
+        if not self._has_live(factory):
+            raise UncapturedError(f"a defaultdict of {describe(factory)} that training made")
+        return sort_of(factory)
 
     def _items(self, values: Iterable[Any]) -> list[Any] | int:
         items = list(values)

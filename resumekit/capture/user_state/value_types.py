@@ -14,6 +14,7 @@ import random
 import re
 import struct
 import sys
+import threading
 import types
 import weakref
 from array import array
@@ -69,6 +70,7 @@ class Kind(Enum):
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
 SEQUENCES = (list, tuple, deque)
 SETS = (set, frozenset)
+FACTORIES: dict[str, Any] = {each.__name__: each for each in (dict, float, int, list, set, str)}
 MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 TORCH_CONSTANTS = (torch.dtype, torch.device, torch.Size)
 
@@ -288,6 +290,7 @@ _EXACT: dict[Any, Kind] = {
     **dict.fromkeys((io.BytesIO, io.StringIO, *WEAK), Kind.REDUCED),
     np.ndarray: Kind.ARRAY,
     np.memmap: Kind.LEAF,  # a file
+    threading.local: Kind.OBJECT,  # with the attributes of this thread
     types.FunctionType: Kind.FUNCTION,
     **dict.fromkeys((types.MethodType, types.BuiltinMethodType), Kind.CALL),
     **dict.fromkeys((functools.partial, CACHED_FUNCTION), Kind.CALL),
@@ -450,10 +453,17 @@ def parts_in(value: Any) -> Iterator[Any]:
         if kind is Kind.CONTAINER and id(each) not in met:
             met.add(id(each))
             waiting.extend(items_of(each))
+            waiting.extend(filter(None, [factory_of(each)]))
         elif kind is Kind.ARRAY and each.dtype == object:
             waiting.extend(each.flat)
         elif kind is Kind.CALL:
             waiting.extend(parts_of_call(each))
+
+
+def factory_of(container: Any) -> Any:
+    """What a defaultdict makes values with, where that is no builtin class."""
+    factory = getattr(container, "default_factory", None)
+    return None if factory in FACTORIES.values() else factory
 
 
 def items_of(container: Any) -> Iterable[Any]:
