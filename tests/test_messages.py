@@ -607,6 +607,18 @@ def test_step_twice_for_one_batch_is_a_warning_once(
     assert line.startswith("step() was called twice for batch 0 of epoch 0")
 
 
+def test_several_steps_in_an_epoch_without_batches_are_no_mistake(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of PPO, which trains a few times on what it has collected."""
+    with make(tmp_path) as checkpointer:
+        for _ in checkpointer.epochs(2):
+            checkpointer.step()
+            checkpointer.step()
+        assert checkpointer.progress.step == 4
+    assert messages(caplog, logging.WARNING) == []
+
+
 def test_a_step_for_each_batch_of_an_inner_loop_is_no_mistake(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

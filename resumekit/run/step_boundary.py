@@ -359,7 +359,7 @@ class StepBoundary:
 
     def _count_step_of_batch(self) -> None:
         self._num_steps_of_batch += 1
-        if self._num_steps_of_batch == 2:
+        if self._num_steps_of_batch == 2 and not self._has_no_loop:
             epoch, batch = self._position()
             self._warn_once(
                 "step",
