@@ -130,6 +130,7 @@ class DataPosition(ComponentState):
         if known is not None and known.loader is loader:
             if self._opened_in[name] < self._num_epochs:
                 known.is_rebuilt = False
+                self._opened_in[name] = self._num_epochs
             return known
         if known is not None and repeat and self._opened_in[name] < self._num_epochs:
             if known.batch:
@@ -158,6 +159,12 @@ class DataPosition(ComponentState):
             self.unexpected += source.unexpected
         self.sources[name] = source
         self._opened_in[name] = self._num_epochs
+        return source
+
+    def open_before_epoch(self, loader: Any, name: str) -> Source:
+        """The source of the loader that the last epoch used; the next one may use another."""
+        source = self.open(loader, name)
+        self._opened_in[name] = self._num_epochs - 1
         return source
 
     def _restore_content(self, loader: Any, name: str, *, repeat: bool) -> None:

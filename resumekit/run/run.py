@@ -324,7 +324,8 @@ class Run:
 
     def open_loader(self, loader: Any, name: str) -> None:
         """Restores a loader's objects as an epoch begins, before its first line runs."""
-        self._components.follow(self.position.open(loader, name), streams=False)
+        source = self.position.open_before_epoch(loader, name)
+        self._components.follow(source, streams=False)
 
     def let_framework_drive(self) -> None:
         """A framework runs the loop: its functions are on the stack, and not the user's."""

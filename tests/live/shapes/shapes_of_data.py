@@ -118,3 +118,15 @@ def order_drawn_by_the_script(directory, *, record, **options):
             loss = loss_of(model, samples[index])
             step(ckpt, optimizer, loss)
             record(loss, model)
+
+
+def loader_of_each_stage(directory, *, record, **options):
+    """A list of loaders that the script makes; each epoch goes over its own one."""
+    model, optimizer, first = make()
+    stages = [first, *(DataLoader(first.dataset, BATCH_SIZE, shuffle=True) for _ in range(2))]
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    for epoch in ckpt.epochs(EPOCHS):
+        for batch in ckpt.batches(stages[epoch]):
+            loss = loss_of(model, batch)
+            step(ckpt, optimizer, loss)
+            record(loss, model)
