@@ -8,25 +8,60 @@ from resumekit.live.bytecode import (
     loaded_globals,
     operands,
 )
-from resumekit.live.frames import LiveFrame, Site, digest_code, find_frames, is_library_file
+from resumekit.live.enumerate_counts import (
+    Counters,
+    Counts,
+    check_counts,
+    find_asked,
+    is_counter,
+)
+from resumekit.live.frames import (
+    LiveFrame,
+    Site,
+    digest_code,
+    find_frames,
+    is_library_file,
+    is_on_stack,
+    name_frames,
+    state_variables,
+    variables_by_path,
+)
 from resumekit.live.instructions import UnsupportedBytecodeError
-from resumekit.live.operand_report import has_operands, operand_lines
+from resumekit.live.operand_report import (
+    count_line,
+    has_operands,
+    moved_ranges,
+    operand_lines,
+    range_positions,
+)
 from resumekit.live.value_stack import Operand
 
 __all__ = [
+    "Counters",
+    "Counts",
     "LiveFrame",
     "Operand",
     "Site",
     "UnsupportedBytecodeError",
     "attribute_names",
+    "check_counts",
     "clock_names",
+    "count_line",
     "digest_code",
+    "find_asked",
     "find_frames",
     "has_operands",
+    "is_counter",
     "is_in_comprehension",
     "is_library_file",
+    "is_on_stack",
     "live_names",
     "loaded_globals",
+    "moved_ranges",
+    "name_frames",
     "operand_lines",
     "operands",
+    "range_positions",
+    "state_variables",
+    "variables_by_path",
 ]

@@ -34,7 +34,7 @@ from resumekit.live.value_stack import (
     stored_values,
 )
 
-GLOBAL_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
+_GLOBAL_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 _READERS = frozenset({"locals", "eval", "exec"})  # they read any variable
 _OF_MODULE = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL"})
 _FETCHES = frozenset({"FOR_ITER", "SEND", "YIELD_FROM"})
@@ -78,7 +78,7 @@ def stored_names(code: CodeType, lasti: int) -> frozenset[str]:
     """
     simulation, offset = simulate(code), find_executed(code, lasti)
     _check_reached(simulation, code, offset)
-    reached = reach(simulation, simulation.successors[offset] + simulation.handlers[offset], ())
+    reached = _reach(simulation, simulation.successors[offset] + simulation.handlers[offset], ())
     accesses = (
         each for offset in reached for each in list_accesses(simulation.instructions[offset])
     )
@@ -139,7 +139,7 @@ def _implicit_reads(code: CodeType, instruction: dis.Instruction) -> frozenset[s
     is_module, loaded = code.co_name == "<module>", frozenset[str]()
     if is_module and isinstance(instruction.argval, CodeType):
         loaded = loaded_globals(instruction.argval)  # a lambda or a comprehension may run here
-    elif instruction.opname in GLOBAL_LOADS:
+    elif instruction.opname in _GLOBAL_LOADS:
         loaded = frozenset({instruction.argval})
     if loaded & _READERS or (is_module and "globals" in loaded):
         return frozenset(code.co_names + code.co_varnames)
@@ -228,7 +228,7 @@ def loaded_globals(code: CodeType) -> frozenset[str]:
     Raises:
         UnsupportedBytecodeError: an instruction or the interpreter is not known.
     """
-    return _arguments(code, GLOBAL_LOADS)
+    return _arguments(code, _GLOBAL_LOADS)
 
 
 def attribute_names(code: CodeType) -> frozenset[str]:
@@ -249,8 +249,7 @@ def _arguments(code: CodeType, opnames: frozenset[str]) -> frozenset[str]:
     )
 
 
-def nested_arguments(code: CodeType, *opnames: str) -> frozenset[str]:
-    """Returns the arguments of some instructions of the functions that a code defines."""
+def _nested_arguments(code: CodeType, *opnames: str) -> frozenset[str]:
     names = frozenset(opnames)
     return frozenset().union(*(_arguments(each, names) for each in iter_nested(code)))
 
@@ -271,7 +270,7 @@ def clock_names(code: CodeType) -> frozenset[str]:
             stored.setdefault(name, []).append(value)
     parameters = inspect.getargs(code)
     names = {*stored} - {*parameters.args, parameters.varargs, parameters.varkw}
-    names -= {*code.co_freevars} | nested_arguments(code, "STORE_DEREF", "STORE_GLOBAL")
+    names -= {*code.co_freevars} | _nested_arguments(code, "STORE_DEREF", "STORE_GLOBAL")
     while others := {
         name
         for name in names
@@ -292,7 +291,7 @@ def _is_copy(value: Operand, names: set[str]) -> bool:
     return not value.is_call and len(value.path) == 1 and value.path[0] in names
 
 
-def reach(simulation: Simulation, starts: Iterable[int], stops: Iterable[int]) -> set[int]:
+def _reach(simulation: Simulation, starts: Iterable[int], stops: Iterable[int]) -> set[int]:
     """The instructions that may run after the starts, up to the stops."""
     reached: set[int] = set()
     waiting = set(starts) - {*stops}

@@ -14,16 +14,17 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from types import CodeType, FrameType, ModuleType
+from types import CodeType, FrameType, GeneratorType, ModuleType
 from typing import Any, Literal
 
 from resumekit.errors import StateMismatchError
 from resumekit.live.bytecode import (
     cleared_names,
+    clock_names,
     is_in_comprehension,
     live_names,
     stored_names,
@@ -120,11 +121,11 @@ class LiveFrame:
 
     def bound_variables(self) -> dict[str, Any]:
         """Returns the values of all variables that have one."""
-        return _read_variables(self.frame)
+        return read_variables(self.frame)
 
     def variables(self) -> dict[str, Any]:
         """Returns the values of the live variables that have one."""
-        bound = _read_variables(self.frame).items()
+        bound = read_variables(self.frame).items()
         return {name: value for name, value in bound if name in self.names}
 
     def set(self, values: Mapping[str, Any]) -> None:
@@ -139,7 +140,7 @@ class LiveFrame:
         if unknown := values.keys() - self.names:
             raise self._mismatch(unknown, "not read after this line")
         _write_variables(self.frame, values)
-        bound = _read_variables(self.frame)
+        bound = read_variables(self.frame)
         if wrong := [name for name in values if bound.get(name, self) is not values[name]]:
             raise self._mismatch(wrong, "cannot be set")
 
@@ -216,6 +217,14 @@ def _walk(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def is_on_stack(generator: GeneratorType[Any, Any, Any]) -> bool:
+    """Whether a generator runs in this thread: its variables are those of a frame."""
+    frame = inspect.currentframe() if generator.gi_running else None
+    while frame is not None and frame is not generator.gi_frame:
+        frame = frame.f_back
+    return frame is not None
+
+
 def _top_package(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
@@ -252,14 +261,14 @@ def _installed_in(folder: str) -> frozenset[str]:
 
 
 def _has_variable(frame: FrameType, owner: object) -> bool:
-    return any(value is owner for value in _read_variables(frame).values())
+    return any(value is owner for value in read_variables(frame).values())
 
 
 def _refers(frame: FrameType, owner: object) -> bool:
     """Whether a variable of a frame is the object, or has it as an attribute."""
     return any(
         value is owner or any(each is owner for each in _attributes(value))
-        for value in _read_variables(frame).values()
+        for value in read_variables(frame).values()
     )
 
 
@@ -271,6 +280,53 @@ def _attributes(value: object) -> list[Any]:
     except AttributeError:
         return []
     return list(attributes.values()) if isinstance(attributes, dict) else []
+
+
+# The variables of several frames
+
+
+def name_frames(frames: Sequence[LiveFrame]) -> dict[str, LiveFrame]:
+    """Returns the frames by the names of their functions, the outermost first: paths are short."""
+    named: dict[str, LiveFrame] = {}
+    for frame in reversed(frames):
+        function = frame.site.name
+        number = sum(each.site.name == function for each in named.values())
+        named[f"{function}#{number + 1}" if number else function] = frame
+    return named
+
+
+def variables_by_path(frames: Sequence[LiveFrame]) -> dict[str, Any]:
+    """Returns all live variables of the frames."""
+    named = name_frames(frames).items()
+    return {f"{name}.{key}": v for name, frame in named for key, v in frame.variables().items()}
+
+
+def state_variables(frames: Sequence[LiveFrame]) -> dict[str, dict[str, Any]]:
+    """Returns the live variables that may be state, by the names of their frames.
+
+    Left out are readings of clocks and generators that run. What an inner function shares with the
+    one that defines it belongs to the outer one.
+    """
+    running = {id(each.frame) for each in frames}
+    found: dict[str, dict[str, Any]] = {}
+    codes: list[CodeType] = []  # of the frames further out
+    for name, frame in name_frames(frames).items():
+        shared = {each for code in codes for each in _shared(code, frame.code)}
+        codes.append(frame.code)
+        left_out = shared | clock_names(frame.code)
+        found[name] = {
+            key: value
+            for key, value in frame.variables().items()
+            if key not in left_out
+            and not (isinstance(value, GeneratorType) and id(value.gi_frame) in running)
+        }
+    return found
+
+
+def _shared(outer: CodeType, inner: CodeType) -> Iterator[str]:
+    """The variables of an inner function that are those of the function that defines it."""
+    if inner in outer.co_consts:
+        yield from {*inner.co_freevars} & {*outer.co_cellvars, *outer.co_freevars}
 
 
 # Variables of a frame
@@ -297,7 +353,8 @@ def _runs_comprehension(frame: FrameType) -> bool:
         return True
 
 
-def _read_variables(frame: FrameType) -> dict[str, Any]:
+def read_variables(frame: FrameType) -> dict[str, Any]:
+    """Returns the values of a frame's variables that have one."""
     if not _is_optimized(frame):
         return dict(_namespace(frame))
     frame_locals = frame.f_locals

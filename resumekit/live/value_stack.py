@@ -50,7 +50,8 @@ class Operand:
             `("ckpt", "epochs")`; empty for any other.
         is_current: an iterator whose next item is being fetched.
         is_call: the value is the result of a call.
-        inner_path: the path of the first argument of that call.
+        inner_paths: the path of the first argument of that call; if that is the result of a call,
+            the path of the first argument of it as well, and so on.
         origins: instructions that pushed it.
     """
 
@@ -60,7 +61,7 @@ class Operand:
     path: tuple[str, ...] = ()
     is_current: bool = False
     is_call: bool = False
-    inner_path: tuple[str, ...] = ()
+    inner_paths: tuple[tuple[str, ...], ...] = ()
     origins: frozenset[int] = field(default=frozenset(), repr=False)
 
 
@@ -201,7 +202,7 @@ def _merge(known: Operand, other: Operand) -> Operand:
         names=known.names | other.names,
         path=known.path if known.path == other.path else (),
         is_call=known.is_call and other.is_call,
-        inner_path=known.inner_path if known.inner_path == other.inner_path else (),
+        inner_paths=known.inner_paths if known.inner_paths == other.inner_paths else (),
         origins=known.origins | other.origins,
     )
 
@@ -318,7 +319,7 @@ def _call(popped: Stack) -> Operand:
         f"{callee.text}({'...' if arguments else ''})",
         path=() if callee.is_call else callee.path,
         is_call=True,
-        inner_path=arguments[0].path if arguments else (),
+        inner_paths=(arguments[0].path, *arguments[0].inner_paths) if arguments else (),
     )
 
 

@@ -8,11 +8,10 @@ inside the epoch, with the variables that it had when the epoch began.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
-from types import CodeType, GeneratorType, SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -38,15 +37,27 @@ from resumekit.capture import (
 from resumekit.distributed import WorldChange
 from resumekit.errors import StateMismatchError
 from resumekit.live import (
+    Counters,
+    Counts,
     LiveFrame,
     Site,
-    clock_names,
+    check_counts,
+    count_line,
+    find_asked,
     find_frames,
     has_operands,
+    is_counter,
+    moved_ranges,
+    name_frames,
     operand_lines,
+    range_positions,
+    state_variables,
+    variables_by_path,
 )
 from resumekit.log import logger
 from resumekit.run.garbage_collector import collector_paused
+from resumekit.run.loops import Batches, Epochs
+from resumekit.run.process_settings import ProcessSettings
 from resumekit.run.rebindings import Bindings, Rebindings, has_loop, loaders_at, paths_of_loaders
 from resumekit.state import CaptureLine, Fidelity, Slot
 
@@ -90,9 +101,14 @@ class LoopVariables(UserState):
         self._stored: Set[str] = set()  # paths of variables that functions may still write
         self._num_elsewhere = 0  # fetches in a row with which no loop began
         self._before_epoch: Paths | None = None  # of the objects that were there before epochs()
-        self._environment: Set[tuple[str, str]] = set()  # as the script has made it
+        self._settings: ProcessSettings | None = None  # as the script has made them
         self._rebindings = Rebindings()
         self._variables: dict[str, Any] = {}  # all live ones during a save, by path
+        self._ranges: dict[str, int] = {}  # the positions at the first fetch, by line
+        self._ranges_now: dict[str, int] = {}  # those at a later one
+        self._has_counters = False  # an `enumerate` was around a fetch
+        self._counts: Counts | None = None  # of the fetch that is saved
+        self._epoch_counts: Counts | None = None  # of the last epochs()
 
     # ---------------------------------------------------------------- fetches
 
@@ -123,17 +139,23 @@ class LoopVariables(UserState):
         frames = self._frames()
         self._last_fetch = {each.code: each.lasti for each in frames}
         self._sites = [each.site.as_plain() for each in frames]
+        chain = tuple(each.site for each in frames)
+        is_new = chain not in self._entered
+        has_count = is_new and bool(Counters.around(self._asked(frames)).found)
+        self._has_counters = self._has_counters or has_count
         found: Walk | None = None
         if not self._has_batch:
-            self._environment = {*os.environ.items()}
+            self._settings = ProcessSettings()
             is_script = not self._epoch_fetch  # an epoch's first lines run again after a resume
             found = self.extend_baseline(self._all_holders(frames), is_script=is_script)
         if gives_batches:
             self._rebindings.enter(self._bound_now(frames, found))
-        chain = tuple(each.site for each in frames)
-        if chain not in self._entered:
+        if is_new:
             self._entered.add(chain)
-            self._lines.update((line.key, line) for line in _lines_of(frames, owner))
+            self._ranges = {**range_positions(frames, owner), **self._ranges}
+            given = {id(each) for each in (owner, *self._scope.foreign())}
+            lines = operand_lines(frames, owner, has_count=has_count, given=given)
+            self._lines.update((line.key, line) for line in lines)
             self._has_operands = self._has_operands or has_operands(frames)
         self._release()
         if found is not None:
@@ -148,7 +170,7 @@ class LoopVariables(UserState):
 
     def end_epoch(self) -> None:
         """``epochs()`` is asked for the next epoch."""
-        self._at_epoch = {}
+        self._at_epoch, self._epoch_counts = {}, None
         self._rebindings.end_epoch()
 
     @collector_paused()
@@ -163,8 +185,9 @@ class LoopVariables(UserState):
         self._epoch_sites = [each.site.as_plain() for each in frames]
         if self._saved is not None:
             self._set(frames, is_batch=False)
+        self._epoch_counts = self._counts_of(frames)
         self._at_epoch = {}
-        for name, holder in _holders(frames).items():
+        for name, holder in self._holders_of(frames).items():
             plain = {key: each for key, each in vars(holder.value).items() if _is_plain(each)}
             self._at_epoch[f"{name}{_AT_EPOCH}"] = Holder(SimpleNamespace(**plain))
         if self._has_operands and self._has_batch:
@@ -193,7 +216,17 @@ class LoopVariables(UserState):
         self._release()
 
     def _all_holders(self, frames: Sequence[LiveFrame]) -> dict[str, Holder]:
-        return {**self._roots, **_holders(frames)}
+        return {**self._roots, **self._holders_of(frames)}
+
+    def _holders_of(self, frames: Sequence[LiveFrame]) -> dict[str, Holder]:
+        """The live variables of each frame, but for loops and counts that are saved otherwise."""
+        named = name_frames(frames)
+        asked = self._asked(frames) if self._has_counters else ()
+        holders: dict[str, Holder] = {}
+        for name, values in state_variables(frames).items():
+            kept = {k: v for k, v in values.items() if not (has_loop(v) or is_counter(v, asked))}
+            holders[name] = Holder(SimpleNamespace(**kept), frame=named[name].frame)
+        return holders
 
     def _frames(self) -> list[LiveFrame]:
         owner = self._owner()
@@ -229,7 +262,7 @@ class LoopVariables(UserState):
         if found is None:
             self._holders = self._all_holders(frames)
             found = self._walk()
-        return Bindings.among(found, _variables(frames) if frames else self._variables)
+        return Bindings.among(found, variables_by_path(frames) if frames else self._variables)
 
     def _rebound(self, found: Walk) -> Iterator[CaptureLine]:
         """A line for each variable that training has rebound to another loop or dataset.
@@ -241,11 +274,22 @@ class LoopVariables(UserState):
         lines = self._rebindings.lines(self._bound_now((), found))
         return (each for each in lines if not self._scope.is_transient(each.key))
 
+    def _asked(self, frames: Sequence[LiveFrame]) -> list[Any]:
+        """What is being asked for an item, where a fetch is under way and its counts are saved."""
+        if not frames or self._has_left or self._mode != RESTORE:
+            return []
+        return find_asked((Batches, Epochs), sys._getframe(1), frames[-1].frame)
+
+    def _counts_of(self, frames: Sequence[LiveFrame]) -> Counts | None:
+        """The counts around the fetch; None where they are not known."""
+        return Counters.around(self._asked(frames)).as_plain() if self._has_counters else None
+
     # ---------------------------------------------------------------- saving
 
     def before_save(self) -> None:
         frames = self._frames()
         self._take(frames)
+        self._counts = self._counts_of(frames)
         self._note_other_fetch(frames, is_save=True)
         super().before_save()
 
@@ -254,11 +298,11 @@ class LoopVariables(UserState):
         self._note_other_fetch(self._frames(), is_save=False)
 
     def _take(self, frames: Sequence[LiveFrame]) -> None:
-        named = _named(frames).items()
+        named = name_frames(frames).items()
         self._stored = {f"{name}.{each}" for name, frame in named for each in frame.stored}
         self._holders = {**self._all_holders(frames), **self._at_epoch} if frames else {}
         self._known.update((name, class_name(each.value)) for name, each in self._holders.items())
-        self._variables = _variables(frames)
+        self._variables = variables_by_path(frames)
         self._lines.update((line.key, line) for line in self._deleted(frames))
         if not self._has_left:
             self._sites = [each.site.as_plain() for each in frames]
@@ -271,19 +315,15 @@ class LoopVariables(UserState):
 
     def _deleted(self, frames: Sequence[LiveFrame]) -> Iterator[CaptureLine]:
         """A line for each variable that the script sets and training has deleted."""
-        for name, frame in _named(frames).items():
+        for name, frame in name_frames(frames).items():
             for each in sorted(frame.names - frame.variables().keys()):
                 if f"{name}.{each}" in self._first:
                     reason = "training deleted this variable; set it to None instead"
                     yield CaptureLine(f"{name}.{each}", Fidelity.LOST, reason)
 
-    def _changed_environment(self) -> Iterator[CaptureLine]:
-        """A line for each environment variable that code of the user's names and has changed."""
-        changed = {name for name, _ in self._environment ^ {*os.environ.items()}}
-        found = self._for_save.found.entered if self._for_save and changed else ()
-        for name in sorted(changed & {each for code in found for each in _texts_in(code)}):
-            reason = "training changed this environment variable; keep the value in a variable"
-            yield CaptureLine(f"os.environ.{name}", Fidelity.LOST, reason)
+    def _changed_settings(self) -> Iterator[CaptureLine]:
+        code = self._for_save.found.entered if self._for_save else ()
+        return self._settings.lines(code) if self._settings else iter(())
 
     def _not_given(self, found: Walk) -> Iterator[CaptureLine]:
         """A line for each object of a framework that trains and that no component saves."""
@@ -299,7 +339,7 @@ class LoopVariables(UserState):
                 yield CaptureLine(f"{slot.value}/{each.slot.name}", Fidelity.LOST, reason)
 
     def _note_other_fetch(self, frames: Sequence[LiveFrame], *, is_save: bool) -> None:
-        """A line where the loop was asked for its first batch by another line than for this one.
+        """A line where a resume would not continue at this fetch: of another line, or in a range.
 
         Before a save one such fetch is none yet: ``except StopIteration`` may request the first
         batch of an epoch in a line of its own.
@@ -311,6 +351,11 @@ class LoopVariables(UserState):
             where = f"{chain[0].file}:{chain[0].line}"
             reason = "a resume cannot continue here: another line requests the first batch"
             self._lines[where] = CaptureLine(where, Fidelity.LOST, reason)
+        self._ranges_now = {} if self._has_left else range_positions(frames, self._owner())
+        self._note_moved_ranges(self._ranges, self._ranges_now)
+
+    def _note_moved_ranges(self, former: Mapping[str, int], now: Mapping[str, int]) -> None:
+        self._lines.update((line.key, line) for line in moved_ranges(former, now))
 
     def state_dict(self) -> dict[str, Any]:
         """What differs from what the script made, or was restored; live tensors, not copies."""
@@ -333,6 +378,8 @@ class LoopVariables(UserState):
         owner = self._owner()
         if self._epoch_fetch and owner is not None:  # an epoch has first lines
             script["loaders"] = paths_of_loaders(owner._sources, self._paths)
+        script |= {"counts": self._counts, "epoch_counts": self._epoch_counts}
+        script["ranges"] = self._ranges_now
         return {**found, "first": {}, "at_epoch": at_epoch, "script": script}
 
     def loaders(self) -> dict[str, Any]:
@@ -389,7 +436,7 @@ class LoopVariables(UserState):
         self._lines.update((line.key, line) for line in self._not_given(changes.found))
         self._lines.update((line.key, line) for line in self._rebound(changes.found))
         if self._mode == RESTORE:
-            return (*super().findings(), *self._changed_environment())
+            return (*super().findings(), *self._changed_settings())
         reason = 'not saved; pass loop_variables="restore"'
         return tuple(CaptureLine(path, Fidelity.LOST, reason) for path in changes.values)
 
@@ -402,11 +449,14 @@ class LoopVariables(UserState):
     def check_state_dict(self, state: Any) -> None:
         super().check_state_dict(state)
         require_fields(self.key, state, {"script": dict, "at_epoch": list})
-        loaders = state["script"].get("loaders", {})
+        loaders, ranges = (state["script"].get(name, {}) for name in ("loaders", "ranges"))
         require_fields(self.key, state["script"], {"sites": list, "digests": dict})
-        require_fields(self.key, {"loaders": loaders}, {"loaders": dict})
+        maps = {"loaders": loaders, "ranges": ranges}
+        require_fields(self.key, maps, dict.fromkeys(maps, dict))
         for each in state["script"]["sites"]:
             Site.from_plain(each)
+        for name in ("counts", "epoch_counts"):  # older checkpoints have neither
+            check_counts(f"{self.key}/{name}", state["script"].get(name))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Keeps the state until the fetch that it was saved at."""
@@ -451,7 +501,7 @@ class LoopVariables(UserState):
             {**self._all_holders(frames), **self._at_epochs_of(frames)},
             is_script=not (is_batch and self._epoch_fetch),
         )
-        named, slots = _named(frames), saved["slots"]
+        named, slots = name_frames(frames), saved["slots"]
         if not is_there or "edited" in matches:
             slots = [each for each in slots if _is_read(each, named)]
         restored = {*self._restore({**saved, "slots": slots}, found, skips=is_over or not is_there)}
@@ -462,9 +512,19 @@ class LoopVariables(UserState):
             if not is_there:
                 values.update(self._values(f"{name}{_AT_EPOCH}", restored))
             frame.set(values)
+        if self._has_counters and not is_over:
+            counts = saved["script"].get("counts" if is_there else "epoch_counts")
+            self._set_counts(frames, counts if is_there or not is_batch else None)
         if is_there:
             self._saved = None
             self._note_edited(saved)
+            self._note_moved_ranges(saved["script"].get("ranges", {}), self._ranges)
+
+    def _set_counts(self, frames: Sequence[LiveFrame], saved: Counts | None) -> None:
+        """Sets the counts around the fetch; a line where that is not possible."""
+        if not Counters.around(self._asked(frames)).set(saved):
+            line = count_line(frames[0], "enumerate")
+            self._lines[line.key] = line
 
     def _note_edited(self, saved: Mapping[str, Any]) -> None:
         """One line on values that the script begins with and that are others than they were."""
@@ -486,7 +546,7 @@ class LoopVariables(UserState):
         return type(value) is int and owner is not None and value == owner.progress.step
 
     def _at_epochs_of(self, frames: Sequence[LiveFrame]) -> dict[str, Holder]:
-        return {f"{name}{_AT_EPOCH}": Holder(SimpleNamespace()) for name in _named(frames)}
+        return {f"{name}{_AT_EPOCH}": Holder(SimpleNamespace()) for name in name_frames(frames)}
 
     def _values(self, name: str, restored: Iterable[str]) -> dict[str, Any]:
         """The restored variables of one frame."""
@@ -512,62 +572,6 @@ def _is_read(entry: Sequence[Any], frames: Mapping[str, LiveFrame]) -> bool:
     return frame is None or name in frame.names
 
 
-def _named(frames: Sequence[LiveFrame]) -> dict[str, LiveFrame]:
-    """The frames by the names of their functions, the outermost first, so that paths are short."""
-    named: dict[str, LiveFrame] = {}
-    for frame in reversed(frames):
-        function = frame.site.name
-        number = sum(each.site.name == function for each in named.values())
-        named[f"{function}#{number + 1}" if number else function] = frame
-    return named
-
-
-def _holders(frames: Sequence[LiveFrame]) -> dict[str, Holder]:
-    """The live variables of each frame."""
-    running = {id(each.frame) for each in frames}
-    found: dict[str, Holder] = {}
-    codes: list[CodeType] = []  # of the frames further out
-    for name, frame in _named(frames).items():
-        shared = {each for code in codes for each in _shared(code, frame.code)}
-        codes.append(frame.code)
-        values = _state_of(frame, running).items()
-        variables = SimpleNamespace(**{n: v for n, v in values if n not in shared})
-        found[name] = Holder(variables, frame=frame.frame)
-    return found
-
-
-def _shared(outer: CodeType, inner: CodeType) -> Iterator[str]:
-    """The variables of an inner function that are those of the function that defines it."""
-    if inner in outer.co_consts:
-        yield from {*inner.co_freevars} & {*outer.co_cellvars, *outer.co_freevars}
-
-
-def _state_of(frame: LiveFrame, running: set[int]) -> dict[str, Any]:
-    """The live variables of a frame that may be state: no clocks, no generators that run."""
-    clocks = clock_names(frame.code)
-    return {
-        name: value
-        for name, value in frame.variables().items()
-        if name not in clocks
-        and not (isinstance(value, GeneratorType) and id(value.gi_frame) in running)
-        and not has_loop(value)
-    }
-
-
-def _variables(frames: Sequence[LiveFrame]) -> dict[str, Any]:
-    """The live variables of all frames, by path."""
-    named = _named(frames).items()
-    return {f"{name}.{key}": v for name, frame in named for key, v in frame.variables().items()}
-
-
-def _texts_in(code: CodeType) -> Iterator[str]:
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _texts_in(each)
-        elif isinstance(each, str):
-            yield each
-
-
 def _is_plain(value: Any, depth: int = 0) -> bool:
     """Whether it holds plain values alone; a tensor with a graph would keep its activations."""
     if isinstance(value, Tensor):
@@ -576,15 +580,6 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
         return isinstance(value, _PLAIN)
     items = [*value.values()] if isinstance(value, dict) else [*value]
     return len(items) <= _MAX_NESTED and all(_is_plain(each, depth + 1) for each in items)
-
-
-def _lines_of(frames: Sequence[LiveFrame], owner: Any) -> Iterator[CaptureLine]:
-    """What of the running functions cannot be restored."""
-    for frame in frames:
-        if frame.reason is not None:
-            where = f"{frame.site.file}:{frame.line}"
-            yield CaptureLine(where, Fidelity.LOST, f"variables are not saved: {frame.reason}")
-    yield from operand_lines(frames, owner, is_stateless=is_left_out)
 
 
 def _elsewhere(frames: Sequence[LiveFrame], sites: Sequence[Site]) -> StateMismatchError:

@@ -73,7 +73,7 @@ class Batches:
         self._is_over = False
         self._is_entered = repeat  # a loader beside the loop is not one
         self._surplus: list[Any] = []  # a batch more than the loader's len() says
-        self.initial = self._used()
+        self.initial = self.num_used
 
     def __getattr__(self, name: str) -> Any:
         # Asked for what is not found otherwise. Private names are those of copy and pickle; the
@@ -215,7 +215,9 @@ class Batches:
             return f"epochs={self._epochs}"
         return None
 
-    def _used(self) -> int:
+    @property
+    def num_used(self) -> int:
+        """The batches of this loop that were used."""
         feed, per_epoch = self._feed, self._feed.num_batches
         if self._goes_once:
             is_over = feed.epoch > self._least_epoch and not feed.batch
@@ -237,8 +239,13 @@ class Epochs:
         self._checkpointer = checkpointer
         self._num_epochs = num_epochs
         self._epoch: int | None = None
-        self.initial = checkpointer.progress.epoch
+        self.initial = self.num_used
         self.next_loader: Any = None
+
+    @property
+    def num_used(self) -> int:
+        """The epochs that were completed."""
+        return self._checkpointer.progress.epoch
 
     def __iter__(self) -> Iterator[int]:
         return self

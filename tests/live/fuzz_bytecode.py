@@ -593,7 +593,7 @@ def _trace(_frame, _event, _argument):
 def run_unit_tests():
     """Runs the tests of this folder that need no fixture."""
     num_tests = 0
-    for name in ("test_bytecode", "test_frames", "test_loop_shapes"):
+    for name in ("test_bytecode", "test_enumerate_counts", "test_frames", "test_loop_shapes"):
         path = Path(__file__).with_name(f"{name}.py")
         names = runpy.run_path(str(path), run_name=name)
         for key, test in names.items():

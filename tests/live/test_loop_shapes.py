@@ -347,7 +347,7 @@ def test_a_count_inside_an_iterator_differs_and_is_an_operand():
     assert not continues(loop_with_enumerate)
     _, killed = run(loop_with_enumerate, kill_at=SAVED_AT)
     (operand,) = killed.result["operands"][0]
-    assert (operand.path, operand.inner_path) == (("enumerate",), ("batches",))
+    assert (operand.path, operand.inner_paths) == (("enumerate",), (("batches",),))
 
 
 def test_an_operand_of_a_call_differs_and_is_named():

@@ -9,7 +9,7 @@ import itertools
 
 import numpy as np
 import torch
-from tiny_training import EPOCHS, loss_of, make, run_as_script, step
+from tiny_training import BATCHES, EPOCHS, loss_of, make, run_as_script, step
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
@@ -78,7 +78,7 @@ def count_in_a_variable(directory, *, record, **options):
 
 
 def count_of_enumerate(directory, *, record, **options):
-    """The count of ``enumerate``, which begins with 0 in each launch, scales the loss."""
+    """The count of ``enumerate``, which no variable has, scales the loss."""
     model, optimizer, loader = make()
     ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
     for index, batch in enumerate(ckpt.batches(loader, epochs=EPOCHS)):
@@ -115,6 +115,15 @@ def count_next_to_an_absolute_one(directory, *, record, **options):
         second = ckpt.batches(loader, name="second")
         for index, batch in enumerate(second, start=second.initial):
             train_on(ckpt, model, optimizer, batch, 0.5 + index / 21, record)
+
+
+def count_of_epochs_and_of_batches(directory, *, record, **options):
+    """Epochs and batches are counted; in each epoch the count of the batches begins again."""
+    model, optimizer, loader = make()
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    for number, _ in enumerate(ckpt.epochs(EPOCHS), 1):
+        for index, batch in enumerate(tqdm(ckpt.batches(loader), disable=True)):
+            train_on(ckpt, model, optimizer, batch, 0.3 * number + index / 21, record)
 
 
 def count_of_zip(directory, *, record, **options):
@@ -156,6 +165,70 @@ def generator_that_iterates_over_the_epochs(directory, *, record, **options):
 
     for batch, factor in cycle():
         train_on(ckpt, model, optimizer, batch, factor, record)
+
+
+class Accumulating:
+    """A trainer that keeps the loader in an attribute and adds up the gradients of two batches."""
+
+    def __init__(self, ckpt, batches):
+        self.ckpt, self.batches, self.factor = ckpt, batches, 1.0
+
+    def train(self, model, optimizer, record):
+        while self.ckpt.progress.step < BATCHES * EPOCHS:
+            total = 0.0
+            for _ in range(2):
+                batch = next(self.batches)
+                loss = self.factor * loss_of(model, batch) / 2
+                loss.backward()
+                total = total + loss.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+            self.ckpt.step(loss=total)
+            self.factor *= 0.9
+            record(total, model)
+        self.ckpt.close()
+
+
+def accumulation_from_an_attribute(directory, *, record, **options):
+    """Each save finds the loop over two batches at its first one, as each launch does."""
+    model, optimizer, loader = make()
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    Accumulating(ckpt, ckpt.batches(loader, epochs=3 * EPOCHS)).train(model, optimizer, record)
+
+
+class Following:
+    """A trainer with a generator of its own in an attribute."""
+
+    def __init__(self, batches):
+        self.factor, self.batches = 1.0, self.scaled(batches)
+
+    def scaled(self, batches):
+        for inputs, targets in batches:
+            yield self.factor * inputs, targets
+            self.factor *= 0.9
+
+    def train(self, ckpt, model, optimizer, record):
+        for batch in self.batches:
+            train_on(ckpt, model, optimizer, batch, 1.0, record)
+
+
+def generator_in_an_attribute(directory, *, record, **options):
+    """The generator runs while its loop asks for a batch: its variables are those of a function."""
+    model, optimizer, loader = make()
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    Following(ckpt.batches(loader, epochs=EPOCHS)).train(ckpt, model, optimizer, record)
+
+
+def range_around_steps(directory, *, record, **options):
+    """Two steps with each factor: the loop over them is at another position at every other save."""
+    model, optimizer, loader = make()
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    batches, factor = ckpt.batches(loader, epochs=EPOCHS), 1.0
+    while ckpt.progress.step < BATCHES * EPOCHS - 1:
+        for _ in range(2):
+            batch = next(batches)
+            train_on(ckpt, model, optimizer, batch, factor, record)
+        factor *= 0.9
 
 
 def batch_fetched_ahead(directory, *, record, **options):

@@ -440,3 +440,14 @@ def readings_of_clocks(directory, *, record, **options):
 
 if __name__ == "__main__":
     run_as_script(globals())
+
+
+def setting_of_the_process(directory, *, record, **options):
+    """Training changes the precision of decimal numbers, which scales the loss."""
+    model, optimizer, loader = make()
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    for batch in ckpt.batches(loader, epochs=EPOCHS):
+        loss = float(decimal.Decimal(1) / 3) * loss_of(model, batch)
+        step(ckpt, optimizer, loss)
+        decimal.getcontext().prec = max(decimal.getcontext().prec - 4, 1)
+        record(loss, model)
