@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from resumekit.capture.averages import ObjectState
 from resumekit.capture.components import (
+    attribute_components,
     rank_buffer_components,
     registered_components,
     state_components,
@@ -81,7 +82,6 @@ from resumekit.capture.user_state import (
     Seen,
     UserState,
     Walk,
-    attribute_components,
     attributes_set_by,
     content_digest,
     fingerprints_of,

@@ -22,7 +22,7 @@ from resumekit.capture.optimizer import OptimizerState
 from resumekit.capture.restore import leaves
 from resumekit.capture.scaler import ScalerState
 from resumekit.capture.scheduler import SchedulerState
-from resumekit.capture.user_state import attribute_components
+from resumekit.capture.user_state import Holder, UserState, trained_parameters
 from resumekit.distributed import ranks_of
 from resumekit.errors import DeclarationError
 from resumekit.serialization import is_sharded
@@ -153,3 +153,25 @@ def _modules(model: Any) -> Mapping[str, nn.Module]:
                 key, found=f"a {type(module).__name__}", expected="a torch.nn.Module"
             )
     return modules
+
+
+def attribute_components(model: Any, others: Iterable[Any] = ()) -> tuple[StateComponent, ...]:
+    """The attributes of modules as components: each rank has its own.
+
+    They are flags (``requires_grad``, ``training``), buffers with ``persistent=False``, and
+    attributes. A module with ``get_extra_state`` says itself which of its attributes are state.
+
+    Args:
+        model: a module, or a dict of named ones, as the script has made them.
+        others: what else of the run is saved: optimizers with their parameters, averages.
+    """
+    models = by_key(Slot.MODEL, model)
+    given = [*models.values(), *others]
+    return tuple(
+        UserState(
+            {key.replace("/", "."): Holder(module, is_component=True)},
+            key=f"{key}/attributes",
+            foreign=lambda: [*given, *trained_parameters(given)],
+        ).component()
+        for key, module in models.items()
+    )

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from resumekit.capture.user_state.attributes import Holder
+from resumekit.capture.user_state.library_attributes import attributes_set_by, attributes_set_in
 from resumekit.capture.user_state.secrets import is_secret
 from resumekit.capture.user_state.user_state import (
     UserState,
-    attribute_components,
     label_of,
 )
 from resumekit.capture.user_state.value_types import (
     SCALARS,
-    attributes_set_by,
-    attributes_set_in,
     fingerprints_of,
     is_code,
     is_left_out,
@@ -28,7 +26,6 @@ __all__ = [
     "Seen",
     "UserState",
     "Walk",
-    "attribute_components",
     "attributes_set_by",
     "attributes_set_in",
     "content_digest",

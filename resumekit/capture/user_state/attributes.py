@@ -24,12 +24,12 @@ from torch.utils.data import DataLoader
 
 from resumekit.capture.naming import unwrapped, wrapped_attribute
 from resumekit.capture.restore import class_name
+from resumekit.capture.user_state.library_attributes import attributes_set_by
 from resumekit.capture.user_state.value_types import (
     LIBRARIES,
     NAMED,
     Absent,
     Kind,
-    attributes_set_by,
     class_of,
     is_user_object,
     kind_of,
@@ -192,14 +192,25 @@ def _read_attribute(owner: Any, name: str) -> Any:
     return attributes[name] if name in attributes else object.__getattribute__(owner, name)
 
 
-def deleted_slot(owner: Any, name: str) -> Slot | None:
-    """The slot of an attribute that an object had; None where it may still have it."""
-    may_be = is_user_object(owner) or kind_of(owner) is Kind.CLASS
-    is_gone = may_be and name.isidentifier() and name not in attribute_names(owner)
-    is_tensor = isinstance(owner, nn.Module) and any(
-        name in registered(owner, f"{kind}s") for kind in _KINDS_OF_TENSORS
-    )
-    return Slot(owner, Role.ATTRIBUTE, name) if is_gone and not is_tensor else None
+def deleted_slots(
+    paths: Iterable[str], objects: Mapping[str, Any]
+) -> Iterator[tuple[str, str, Slot]]:
+    """Path, owner and slot of each attribute that an object had and has no more.
+
+    Args:
+        paths: of slots that are not there.
+        objects: the objects that are, by path.
+    """
+    for path in paths:
+        where, _, name = path.rpartition(".")
+        owner = objects.get(where)
+        is_there = is_user_object(owner) or kind_of(owner) is Kind.CLASS
+        is_gone = is_there and name.isidentifier() and name not in attribute_names(owner)
+        is_tensor = isinstance(owner, nn.Module) and any(
+            name in registered(owner, f"{kind}s") for kind in _KINDS_OF_TENSORS
+        )
+        if is_gone and not is_tensor:
+            yield path, where, Slot(owner, Role.ATTRIBUTE, name)
 
 
 def _write_attribute(owner: Any, name: str, value: Any) -> None:

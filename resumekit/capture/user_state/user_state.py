@@ -13,13 +13,12 @@ from weakref import ReferenceType
 
 from torch import nn
 
-from resumekit.capture.naming import by_key
 from resumekit.capture.restore import require_fields
 from resumekit.capture.user_state.attributes import (
     Holder,
     Role,
     Slot,
-    deleted_slot,
+    deleted_slots,
     lines_of_changed_parts,
     may_appear,
     parts_of_modules,
@@ -45,7 +44,6 @@ from resumekit.capture.user_state.walk import (
     Walk,
     over_limit,
     paths_of,
-    trained_parameters,
     walk,
 )
 from resumekit.distributed import WorldChange
@@ -58,13 +56,11 @@ from resumekit.state import (
     SharingPattern,
     StateComponent,
 )
-from resumekit.state import Slot as ComponentSlot
 
 _NAMESPACES = (dict, SimpleNamespace)  # of modules and functions: their variables stand alone
 # Of functions that are reached later, these are the script's when they are seen for the first time.
 _OF_CODE = (Role.GLOBAL, Role.CELL, Role.DEFAULTS)
 _DIGESTED_FACTOR = 16  # tensors and arrays that are digested, per byte that may be saved
-_DELETED = "deleted"  # in place of the digest
 _MAX_COPIED = 1000  # values of a plain container that is set back to what the script made
 
 
@@ -541,11 +537,9 @@ class UserState(ComponentState):
         for path, each in found.seen.items():
             if each.slot.role in _OF_CODE and each.is_known:
                 self._note_first(path, each)
-        for path in self._first.keys() - found.seen.keys():
-            owner, _, name = path.rpartition(".")
-            slot = deleted_slot(found.objects.get(owner), name)
-            if slot is not None:
-                found.seen[path] = Seen(slot, owner, Absent(), _DELETED, False, False, None)
+        gone = deleted_slots(self._first.keys() - found.seen.keys(), found.objects)
+        for path, owner, slot in gone:
+            found.seen[path] = Seen(slot, owner, Absent(), "deleted", False, False, None)
         self._too_large.update(
             (path, id(each.value))
             for path, each in found.seen.items()
@@ -584,25 +578,3 @@ def _scope(
 def _listed(names: list[str], num: int = 3) -> str:
     more = len(names) - num
     return ", ".join(names[:num]) + (f" and {more} more" if more > 0 else "")
-
-
-def attribute_components(model: Any, others: Iterable[Any] = ()) -> tuple[StateComponent, ...]:
-    """The attributes of modules as components: each rank has its own.
-
-    They are flags (``requires_grad``, ``training``), buffers with ``persistent=False``, and
-    attributes. A module with ``get_extra_state`` says itself which of its attributes are state.
-
-    Args:
-        model: a module, or a dict of named ones, as the script has made them.
-        others: what else of the run is saved: optimizers with their parameters, averages.
-    """
-    models = by_key(ComponentSlot.MODEL, model)
-    given = [*models.values(), *others]
-    return tuple(
-        UserState(
-            {key.replace("/", "."): Holder(module, is_component=True)},
-            key=f"{key}/attributes",
-            foreign=lambda: [*given, *trained_parameters(given)],
-        ).component()
-        for key, module in models.items()
-    )

@@ -39,13 +39,13 @@ from resumekit.capture.user_state.digests import (
     plain_digest,
     size_of,
 )
+from resumekit.capture.user_state.library_attributes import attributes_set_by
 from resumekit.capture.user_state.memory import Clusters
 from resumekit.capture.user_state.secrets import is_secret
 from resumekit.capture.user_state.value_types import (
     CODE,
     LIBRARIES,
     Kind,
-    attributes_set_by,
     class_of,
     is_library,
     is_object_of_library,
