@@ -949,3 +949,12 @@ def test_a_defaultdict_keeps_its_factory(stored: Any, kind: str) -> None:
     assert passed_on(saved, user_state(one=again), stored) == ()
     assert (again.meters["loss"], again.meters["first"].count) == (0.5, 7)
     assert again.meters["new"].count == {"function": 2}.get(kind, 0)
+
+
+def test_a_defaultdict_that_training_freezes_stays_frozen(stored: Any) -> None:
+    live, again = Holder(names=defaultdict(list)), Holder(names=defaultdict(list))
+    saved = user_state(one=live)
+    live.names.default_factory = None
+    passed_on(saved, user_state(one=again), stored)
+    with pytest.raises(KeyError):
+        again.names["new"]
