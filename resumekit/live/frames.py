@@ -302,24 +302,17 @@ def variables_by_path(frames: Sequence[LiveFrame]) -> dict[str, Any]:
 
 
 def state_variables(frames: Sequence[LiveFrame]) -> dict[str, dict[str, Any]]:
-    """Returns the live variables that may be state, by the names of their frames.
+    """Returns the live variables but for readings of clocks, by the names of their frames.
 
-    Left out are readings of clocks and generators that run. What an inner function shares with the
-    one that defines it belongs to the outer one.
+    What an inner function shares with the one that defines it belongs to the outer one.
     """
-    running = {id(each.frame) for each in frames}
     found: dict[str, dict[str, Any]] = {}
     codes: list[CodeType] = []  # of the frames further out
     for name, frame in name_frames(frames).items():
         shared = {each for code in codes for each in _shared(code, frame.code)}
         codes.append(frame.code)
         left_out = shared | clock_names(frame.code)
-        found[name] = {
-            key: value
-            for key, value in frame.variables().items()
-            if key not in left_out
-            and not (isinstance(value, GeneratorType) and id(value.gi_frame) in running)
-        }
+        found[name] = {k: v for k, v in frame.variables().items() if k not in left_out}
     return found
 
 
