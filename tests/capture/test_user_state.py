@@ -958,3 +958,12 @@ def test_a_defaultdict_that_training_freezes_stays_frozen(stored: Any) -> None:
     passed_on(saved, user_state(one=again), stored)
     with pytest.raises(KeyError):
         again.names["new"]
+
+
+def test_a_defaultdict_that_training_makes_has_a_class_of_the_script(stored: Any) -> None:
+    live, again = Holder(tally=Tally(), meters=None), Holder(tally=Tally(), meters=None)
+    saved = user_state(one=live)
+    live.meters = defaultdict(Tally, loss=0.5)
+    passed_on(saved, user_state(one=again), stored)
+    assert again.meters == {"loss": 0.5}
+    assert type(again.meters["new"]) is Tally

@@ -292,7 +292,8 @@ class Decoder:
         maker = NODE_MAPPINGS[kind]
         if node[3] is not None:
             present = getattr(live, "default_factory", None)
-            factory = FACTORIES.get(node[3]) or self._named(["named", node[3]], present, path)
+            factory = FACTORIES.get(node[3]) or self._classes.get(node[3])
+            factory = factory or self._named(["named", node[3]], present, path)
         made = live
         if type(live) is not maker or not self._take(live):
             made = maker()

@@ -421,6 +421,8 @@ class Encoder:
         factory = getattr(value, "default_factory", None)
         if factory is None or factory_of(value) is None:
             return factory and str(factory.__name__)
+        if isinstance(factory, type) and self._classes.get(class_name_of(factory)) is factory:
+            return class_name_of(factory)
         if not self._has_live(factory):
             raise UncapturedError(f"a defaultdict of {describe(factory)} that training made")
         return sort_of(factory)
