@@ -378,8 +378,12 @@ class LoopVariables(UserState):
         owner = self._owner()
         if self._epoch_fetch and owner is not None:  # an epoch has first lines
             script["loaders"] = paths_of_loaders(owner._sources, self._paths)
-        script |= {"counts": self._counts, "epoch_counts": self._epoch_counts}
-        script["ranges"] = self._ranges_now
+        around = {
+            "counts": self._counts,
+            "epoch_counts": self._epoch_counts,
+            "ranges": self._ranges_now,
+        }
+        script.update((name, each) for name, each in around.items() if each)
         return {**found, "first": {}, "at_epoch": at_epoch, "script": script}
 
     def loaders(self) -> dict[str, Any]:
