@@ -9,8 +9,8 @@ from resumekit.live.bytecode import (
     operands,
 )
 from resumekit.live.enumerate_counts import (
-    Counters,
-    Counts,
+    EnumerateCounts,
+    Enumerations,
     check_counts,
     find_asked,
     is_counter,
@@ -37,8 +37,8 @@ from resumekit.live.operand_report import (
 from resumekit.live.value_stack import Operand
 
 __all__ = [
-    "Counters",
-    "Counts",
+    "EnumerateCounts",
+    "Enumerations",
     "LiveFrame",
     "Operand",
     "Site",

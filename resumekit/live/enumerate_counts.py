@@ -25,7 +25,7 @@ from resumekit.live.frames import read_variables
 _DELEGATING = (enumerate, filter, map, zip)  # their __reduce__ gives what they ask for items
 
 
-class Counts(TypedDict):
+class EnumerateCounts(TypedDict):
     """The counts around a fetch, as a checkpoint has them.
 
     Args:
@@ -38,7 +38,7 @@ class Counts(TypedDict):
 
 
 @dataclass(frozen=True)
-class Counters:
+class Enumerations:
     """The `enumerate` objects around a fetch. Drop it when the fetch ends.
 
     One that is kept would keep the last item, and the generators that it asks.
@@ -52,7 +52,7 @@ class Counters:
     used: int
 
     @classmethod
-    def around(cls, asked: Sequence[Any]) -> Counters:
+    def around(cls, asked: Sequence[Any]) -> Enumerations:
         """Returns those around a fetch; looks at all objects, 0.1 s for a million of them.
 
         Args:
@@ -66,13 +66,13 @@ class Counters:
         known = [found[number][0] for number in sorted(found) if len(found[number]) == 1]
         return cls(known, asked[0].num_used if asked else 0)
 
-    def as_plain(self) -> Counts | None:
+    def as_plain(self) -> EnumerateCounts | None:
         """Returns the counts; None where there are none, or one that cannot be set again."""
         counts = [*map(_read, self.found)]
         is_known = bool(counts) and all(map(_is_count, counts))
         return {"counts": counts, "used": self.used} if is_known else None
 
-    def set(self, saved: Counts | None) -> bool:
+    def set(self, saved: EnumerateCounts | None) -> bool:
         """Sets the counts of a checkpoint; returns False where one of them is not right then.
 
         Args:
@@ -86,7 +86,7 @@ class Counters:
 
 
 def check_counts(path: str, saved: Any) -> None:
-    """Raises StateMismatchError unless this is what `Counters.as_plain` returns."""
+    """Raises StateMismatchError unless this is what `Enumerations.as_plain` returns."""
     if saved is None:
         return
     is_right = isinstance(saved, dict) and saved.keys() == {"counts", "used"}

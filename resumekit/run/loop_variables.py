@@ -37,8 +37,8 @@ from resumekit.capture import (
 from resumekit.distributed import WorldChange
 from resumekit.errors import StateMismatchError
 from resumekit.live import (
-    Counters,
-    Counts,
+    EnumerateCounts,
+    Enumerations,
     LiveFrame,
     Site,
     check_counts,
@@ -107,8 +107,8 @@ class LoopVariables(UserState):
         self._ranges: dict[str, int] = {}  # the positions at the first fetch, by line
         self._ranges_now: dict[str, int] = {}  # those at a later one
         self._has_counters = False  # an `enumerate` was around a fetch
-        self._counts: Counts | None = None  # of the fetch that is saved
-        self._epoch_counts: Counts | None = None  # of the last epochs()
+        self._counts: EnumerateCounts | None = None  # of the fetch that is saved
+        self._epoch_counts: EnumerateCounts | None = None  # of the last epochs()
 
     # ---------------------------------------------------------------- fetches
 
@@ -141,7 +141,7 @@ class LoopVariables(UserState):
         self._sites = [each.site.as_plain() for each in frames]
         chain = tuple(each.site for each in frames)
         is_new = chain not in self._entered
-        has_count = is_new and bool(Counters.around(self._asked(frames)).found)
+        has_count = is_new and bool(Enumerations.around(self._asked(frames)).found)
         self._has_counters = self._has_counters or has_count
         found: Walk | None = None
         if not self._has_batch:
@@ -280,9 +280,9 @@ class LoopVariables(UserState):
             return []
         return find_asked((Batches, Epochs), sys._getframe(1), frames[-1].frame)
 
-    def _counts_of(self, frames: Sequence[LiveFrame]) -> Counts | None:
+    def _counts_of(self, frames: Sequence[LiveFrame]) -> EnumerateCounts | None:
         """The counts around the fetch; None where they are not known."""
-        return Counters.around(self._asked(frames)).as_plain() if self._has_counters else None
+        return Enumerations.around(self._asked(frames)).as_plain() if self._has_counters else None
 
     # ---------------------------------------------------------------- saving
 
@@ -524,9 +524,9 @@ class LoopVariables(UserState):
             self._note_edited(saved)
             self._note_moved_ranges(saved["script"].get("ranges", {}), self._ranges)
 
-    def _set_counts(self, frames: Sequence[LiveFrame], saved: Counts | None) -> None:
+    def _set_counts(self, frames: Sequence[LiveFrame], saved: EnumerateCounts | None) -> None:
         """Sets the counts around the fetch; a line where that is not possible."""
-        if not Counters.around(self._asked(frames)).set(saved):
+        if not Enumerations.around(self._asked(frames)).set(saved):
             line = count_line(frames[0], "enumerate")
             self._lines[line.key] = line
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from resumekit.errors import StateMismatchError
-from resumekit.live.enumerate_counts import Counters, check_counts, find_asked
+from resumekit.live.enumerate_counts import Enumerations, check_counts, find_asked
 
 NUM_ITEMS = 9
 SAVED_AT = 5
@@ -58,7 +58,7 @@ class Items:
         return self.make(self.position)
 
     def counters(self):
-        return Counters.around(find_asked((Items,), sys._getframe(1), self.outermost))
+        return Enumerations.around(find_asked((Items,), sys._getframe(1), self.outermost))
 
 
 def numbers_of(loop, items):
@@ -228,7 +228,7 @@ def test_the_count_is_behind_the_head_of_the_object():
 def counts_of(start, saved):
     """What `set` returns, and the count of the next item."""
     counter = enumerate("ab", start)
-    counters = Counters([counter], 0)
+    counters = Enumerations([counter], 0)
     is_set = counters.set({"counts": [saved], "used": 0})
     return is_set, next(counter)[0], counters.as_plain()
 
@@ -246,15 +246,15 @@ def test_a_count_that_cannot_be_set_stays():
     assert counts_of(large, 5) == (False, large, None)  # en_longindex has it
     assert counts_of(2, -1) == (False, 2, {"counts": [3], "used": 0})
     assert counts_of(-3, 5)[:2] == (True, 5)
-    assert Counters([enumerate("a", -3)], 0).as_plain() is None
+    assert Enumerations([enumerate("a", -3)], 0).as_plain() is None
 
 
 def test_without_a_saved_count_only_that_at_the_position_is_right():
     for start, is_right in ((0, False), (4, False), (5, True), (6, True)):
-        assert Counters([enumerate("a", start)], 5).set(None) == is_right
-    assert Counters([], 5).set(None)
-    assert Counters([], 5).set({"counts": [3], "used": 5})  # the script has none any more
-    assert not Counters([enumerate("a")], 5).set({"counts": [3, 4], "used": 5})
+        assert Enumerations([enumerate("a", start)], 5).set(None) == is_right
+    assert Enumerations([], 5).set(None)
+    assert Enumerations([], 5).set({"counts": [3], "used": 5})  # the script has none any more
+    assert not Enumerations([enumerate("a")], 5).set({"counts": [3, 4], "used": 5})
 
 
 def test_damaged_counts_are_refused():
