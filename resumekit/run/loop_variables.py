@@ -532,7 +532,7 @@ class LoopVariables(UserState):
 
     def _note_edited(self, saved: Mapping[str, Any]) -> None:
         """One line on values that the script begins with and that are others than they were."""
-        written = set(map(label_of, saved["slots"]))
+        written = {*map(label_of, saved["slots"]), *saved["lost"]}
         edited = [
             path
             for path, digest in saved["script"]["digests"].items()

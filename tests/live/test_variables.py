@@ -233,6 +233,25 @@ def test_a_constant_that_was_edited_is_the_script_s(
     ]
 
 
+def collecting(parts: Trained) -> None:
+    states = []
+    for batch in parts.ckpt.batches(parts.loader, epochs=2):
+        parts.step(batch, 1.0)
+        states.append(parts.model.state_dict())  # no copies: memory of the model
+        assert states
+
+
+def test_what_could_not_be_saved_is_not_called_edited(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Records.losses = {}
+    launched(collecting, tmp_path, 5)
+    launched(collecting, tmp_path)
+    lines = [each.getMessage() for each in caplog.records]
+    assert any("states" in line and "memory of a model" in line for line in lines)
+    assert not any("changed in the script" in line for line in lines)
+
+
 def counted(parts: Trained) -> None:
     step = parts.ckpt.resume().step
     for batch in parts.ckpt.batches(parts.loader, epochs=2):
