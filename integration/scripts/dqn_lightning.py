@@ -165,7 +165,9 @@ def main() -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[ResumeCallback(args.directory, save_every=5, strict=args.strict)],
+        callbacks=[
+            ResumeCallback(args.directory, save_every=5, strict=args.strict, transient={"forgets"})
+        ],
     )
     trainer.fit(QLearning())
 
