@@ -74,7 +74,7 @@ from resumekit.capture.rng import (
 )
 from resumekit.capture.scaler import ScalerState
 from resumekit.capture.scheduler import SchedulerState
-from resumekit.capture.slots import slot_of
+from resumekit.capture.slots import is_training, slot_of
 from resumekit.capture.user_state import (
     SCALARS,
     Holder,
@@ -150,6 +150,7 @@ __all__ = [
     "is_same",
     "is_same_class",
     "is_secret",
+    "is_training",
     "is_user_object",
     "label_of",
     "merge_states",

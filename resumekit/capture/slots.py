@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from typing import Any
 
 from torch import nn
@@ -32,3 +33,14 @@ def slot_of(value: Any) -> Slot | None:
     if isinstance(value, AveragedModel) or (has_state and named_so):
         return Slot.EMA
     return Slot.MODEL if isinstance(value, nn.Module) else None
+
+
+def is_training(value: Any, given: Container[int]) -> bool:
+    """Whether a framework's object that was not given certainly has state of this training."""
+    if isinstance(value, Optimizer):
+        trained = [each for group in value.param_groups for each in group["params"]]
+        return not all(id(each) in given for each in trained if each.requires_grad)
+    if isinstance(value, nn.Module):  # an engine, before its first step: not one of a former run
+        is_fresh = value.optimizer is not None and not value.global_steps
+        return bool(is_fresh) and id(value.module) not in given
+    return isinstance(value, LRScheduler)

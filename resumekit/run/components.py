@@ -51,6 +51,7 @@ _PER_RANK = SharingPattern.PER_RANK
 _LEADERS = (Slot.VARIABLES.value, f"{Slot.CALLBACKS.value}/attributes")
 # The slots whose states the script's constructors determine, but for their tensors and numbers.
 _BUILT = (Slot.OPTIMIZER.value, Slot.LR_SCHEDULER.value)
+_GIVEN = (*_BUILT, Slot.MODEL.value, Slot.GRAD_SCALER.value, Slot.EMA.value)
 _MAX_CONTENT = 4 * 10**6  # bytes of what a loader is built from in each epoch; more is compared
 
 
@@ -117,7 +118,9 @@ class RunComponents:
         self._stream_states: dict[frozenset[str], UserState] = {}  # by the objects' names
         self._gradients: tuple[StateComponent, ...] = ()  # saved where training still needs them
         self.variables = LoopVariables(
-            options.loop_variables, foreign=weakly(self._saved_elsewhere, [])
+            options.loop_variables,
+            foreign=weakly(self._saved_elsewhere, []),
+            named=weakly(self._given_objects, {}),
         )
         self.position.follow_content = weakly(self._follow_content, None)
         per_rank, job = _PER_RANK, SharingPattern.GLOBAL
@@ -340,6 +343,11 @@ class RunComponents:
         """The objects that other components save."""
         others = [each.state for each in self.all if each.state is not self.variables]
         return [*self._generators.values(), *(o for each in others for o in each.live_objects())]
+
+    def _given_objects(self) -> dict[str, Any]:
+        """Models, optimizers, schedulers and the like, by the keys of their components."""
+        given = (each for each in self.all if each.slot in _GIVEN)
+        return {each.key: next(iter(each.state.live_objects()), None) for each in given}
 
     def uncaptured_parameters(self, *, are_complete: bool) -> Iterable[CaptureLine]:
         """Parameters that an optimizer trains and no component saves.

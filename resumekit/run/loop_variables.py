@@ -9,16 +9,14 @@ inside the epoch, with the variables that it had when the epoch began.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from types import CodeType, SimpleNamespace
 from typing import Any
 from weakref import ref
 
 import numpy as np
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch import Tensor
 
 from resumekit.capture import (
     SCALARS,
@@ -30,6 +28,7 @@ from resumekit.capture import (
     class_name,
     is_code,
     is_left_out,
+    is_training,
     label_of,
     require_fields,
     slot_of,
@@ -78,10 +77,17 @@ class LoopVariables(UserState):
     Args:
         mode: the option ``loop_variables``.
         foreign: gives what other components save.
+        named: gives the models, optimizers and the like among it, by their keys.
     """
 
-    def __init__(self, mode: str, *, foreign: Callable[[], Iterable[Any]]) -> None:
-        super().__init__({}, key=Slot.VARIABLES.value, foreign=foreign, grows=True)
+    def __init__(
+        self,
+        mode: str,
+        *,
+        foreign: Callable[[], Iterable[Any]],
+        named: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        super().__init__({}, key=Slot.VARIABLES.value, foreign=foreign, named=named, grows=True)
         self._roots: Mapping[str, Holder] = {}
         self._mode = mode
         self._owner: Callable[[], Any] = lambda: None
@@ -334,7 +340,7 @@ class LoopVariables(UserState):
         for each in ignored.values():
             value = each.value
             slot = slot_of(value) if is_left_out(value) and id(value) not in given else None
-            if slot is not None and _is_training(value, given):
+            if slot is not None and is_training(value, given):
                 reason = f"a {type(value).__name__} that was not given; pass it to the run"
                 yield CaptureLine(f"{slot.value}/{each.slot.name}", Fidelity.LOST, reason)
 
@@ -556,17 +562,6 @@ class LoopVariables(UserState):
         """The restored variables of one frame."""
         variables = vars(self._holders[name].value)
         return {each: v for each, v in variables.items() if f"{name}.{each}" in restored}
-
-
-def _is_training(value: Any, given: Container[int]) -> bool:
-    """Whether a framework's object that was not given certainly has state of this training."""
-    if isinstance(value, Optimizer):
-        trained = [each for group in value.param_groups for each in group["params"]]
-        return not all(id(each) in given for each in trained if each.requires_grad)
-    if isinstance(value, nn.Module):  # an engine, before its first step: not one of a former run
-        is_fresh = value.optimizer is not None and not value.global_steps
-        return bool(is_fresh) and id(value.module) not in given
-    return isinstance(value, LRScheduler)
 
 
 def _is_read(entry: Sequence[Any], frames: Mapping[str, LiveFrame]) -> bool:

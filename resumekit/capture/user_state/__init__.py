@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from resumekit.capture.user_state.attributes import Holder
+from resumekit.capture.user_state.foreign import trained_parameters
 from resumekit.capture.user_state.library_attributes import attributes_set_by, attributes_set_in
 from resumekit.capture.user_state.secrets import is_secret
 from resumekit.capture.user_state.user_state import (
@@ -17,7 +18,7 @@ from resumekit.capture.user_state.value_types import (
     is_object_of_library,
     is_user_object,
 )
-from resumekit.capture.user_state.walk import Paths, Seen, Walk, content_digest, trained_parameters
+from resumekit.capture.user_state.walk import Paths, Seen, Walk, content_digest
 
 __all__ = [
     "SCALARS",

@@ -60,8 +60,8 @@ _ABSENT = ["constant", Absent.__name__]
 # The nodes that may replace a live value of these kinds.
 _REPLACEABLE_BY: dict[Kind, tuple[str, ...]] = {
     Kind.GENERATOR: ("generator",),
-    Kind.STATEFUL: ("stateful",),
-    Kind.MODULE: ("object", "new", "copy"),
+    Kind.STATEFUL: ("stateful", "elsewhere"),
+    Kind.MODULE: ("object", "new", "copy", "elsewhere"),
     Kind.CALL: ("call", "named"),
     Kind.SHARED: ("shared",),
     Kind.FUNCTION: (),
@@ -156,7 +156,7 @@ class Decoder:
             return
         saved, kind = node[0], kind_of(live)
         if (kind in _REPLACEABLE_BY and saved not in _REPLACEABLE_BY[kind]) or (
-            kind is Kind.LEAF and saved not in ("tensor", "live")
+            kind is Kind.LEAF and saved not in ("tensor", "live", "elsewhere")
         ):
             expected = f"what can hold {saved}, as when the checkpoint was written"
             raise self._mismatch(path, describe(live), expected)
@@ -195,6 +195,7 @@ class Decoder:
             "call": self._call,
             "live": self._live,
             "named": self._named,
+            "elsewhere": self._elsewhere,
             "tensor": self._tensor,
             "parameter": self._tensor,
             "parts": self._parts,
@@ -216,6 +217,13 @@ class Decoder:
         if live is None:
             raise self._mismatch(path, "nothing", "the object that this launch makes")
         return live
+
+    def _elsewhere(self, node: Sequence[Any], live: Any, path: str) -> Any:
+        """An object of another component."""
+        found = self._walk.foreign.named(node[1])
+        if found is None or not _is(found, node[2]):
+            raise self._mismatch(path, describe(found), f"{node[1]!r:.60}, a {node[2]!s:.60}")
+        return found
 
     def _named(self, node: Sequence[Any], live: Any, path: str) -> Any:
         """What has this name, among all that the live value is made of."""

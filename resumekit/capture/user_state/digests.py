@@ -5,7 +5,7 @@ from __future__ import annotations
 import copyreg
 import struct
 from collections import defaultdict, deque
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -15,6 +15,7 @@ import xxhash
 from torch import Tensor
 
 from resumekit.capture.rng import generator_state
+from resumekit.capture.user_state.foreign import Foreign
 from resumekit.capture.user_state.value_types import (
     CODE,
     MAPPINGS,
@@ -101,7 +102,7 @@ class Content:
     def __init__(
         self,
         path_of: Callable[[Any, str], str | None],
-        foreign: Container[Any],
+        foreign: Foreign,
         limit_bytes: int,
         memory_bytes: int,
         *,
@@ -171,7 +172,7 @@ class Content:
         self.is_plain = False
         if kind is Kind.OBJECT:  # of which there may be thousands
             if not self._is_met(hasher, value):
-                hasher.update(str(self._path_of(value, path)).encode())
+                hasher.update(self._reference(value, path).encode())
             return
         if kind in (Kind.LEAF, Kind.NAMED, Kind.OPAQUE, Kind.CONSTANT, Kind.SHARED):
             hasher.update(_identity(kind, value))
@@ -201,10 +202,16 @@ class Content:
                     self._part(hasher, each, path)
             elif value not in self._foreign:
                 self.feed(hasher, value.state_dict(), path)
+            else:
+                hasher.update(str(self._foreign.name_of(value)).encode())
             self.memory = memory
         else:
-            found = self._path_of(value, path)  # of code, which other objects reach it may change
-            hasher.update((sort_of(value) if kind in CODE else str(found)).encode())
+            found = self._reference(value, path)  # of code, which other objects reach it may change
+            hasher.update((sort_of(value) if kind in CODE else found).encode())
+
+    def _reference(self, value: Any, path: str) -> str:
+        """The path of an object, or the name of one that is saved elsewhere."""
+        return str(self._path_of(value, path) or self._foreign.name_of(value))
 
     def _part(self, hasher: Any, value: Any, path: str) -> None:
         """Adds a part of what makes an object; the code in it is known by its name."""
@@ -328,6 +335,7 @@ class Content:
 
     def _tensor(self, hasher: Any, value: Tensor, path: str) -> None:
         if value in self._foreign:
+            hasher.update(str(self._foreign.name_of(value)).encode())
             return
         self.memory += [] if wraps_others(value) else [value]
         if gradient_of(value) is not None:

@@ -81,7 +81,7 @@ NODE_MAPPINGS: dict[str, Callable[..., Any]] = {
 _NUM_FIELDS = {
     **dict.fromkeys(("live",), 1),
     **dict.fromkeys(("array", "code", "data", "dtype", "device", "named", "size"), 2),
-    **dict.fromkeys((*NODE_SEQUENCES, "enum", "generator", "stateful", "object"), 3),
+    **dict.fromkeys((*NODE_SEQUENCES, "enum", "generator", "stateful", "object", "elsewhere"), 3),
     **dict.fromkeys(("call", "constant", "buffer", "shared", "objects", "parts"), 3),
     **dict.fromkeys(("namedtuple", "reduced", "new", "copy", *NODE_MAPPINGS), 4),
     **dict.fromkeys(("tensor", "parameter"), 5),
@@ -99,9 +99,6 @@ _MAX_INT = 1 << 63
 _MAX_NUMBERS = 1024  # in the text; longer lists are next to it
 
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
-# What a resume makes or fills without an object of the launch.
-_ALWAYS_MADE = frozenset({Kind.SCALAR, Kind.CONSTANT, Kind.BUFFER, Kind.CONTAINER, Kind.ARRAY})
-
 _WITH_PATHS = CODE | {Kind.OBJECT, Kind.MODULE}
 
 # The fields that are lists of references or plain values, or the index of a list of numbers.
@@ -210,7 +207,7 @@ class Encoder:
 
         Args:
             seen: the slot.
-            first: how many objects of each sort it held at first, see ``sorts_in``: as many
+            first: how many objects of each sort it held at first, see ``Foreign.sorts_in``: as many
                 are there in the next launch, which may fill them or take them as they are.
 
         Raises:
@@ -237,7 +234,7 @@ class Encoder:
 
     def _has_live(self, value: Any) -> bool:
         """Whether the next launch has an object for this one: each counts once."""
-        sort = sort_of(value)
+        sort = self._foreign.sort_of(value)
         self._left[sort] -= 1
         return self._left[sort] >= 0
 
@@ -275,6 +272,9 @@ class Encoder:
         return [] if grad is None else [self._value(grad)]
 
     def _node(self, kind: Kind, value: Any) -> list[Any]:
+        name = self._foreign.name_of(value)
+        if name is not None:
+            return ["elsewhere", name, class_name(value)]
         if kind is Kind.CONTAINER:
             return self._container(value)
         if kind in (Kind.SCALAR, Kind.CONSTANT, Kind.BUFFER, Kind.SHARED):
@@ -574,11 +574,6 @@ def _is_text(value: Any) -> bool:
 def _as_it_is(value: Any) -> list[Any]:
     """A node for what the next launch has: at the same position, or under the same name."""
     return ["named", sort_of(value)] if kind_of(value) in NAMED else ["live"]
-
-
-def sorts_in(value: Any) -> dict[str, int]:
-    """How many objects of each sort a value is made of, containers and plain values apart."""
-    return Counter(sort_of(e) for e in parts_in(value) if kind_of(e) not in _ALWAYS_MADE)
 
 
 def has_paths(value: Any) -> bool:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import builtins
 import copy
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import ReferenceType
 
-from torch import nn
+from torch import Tensor, nn
 
 from resumekit.capture.restore import require_fields
 from resumekit.capture.user_state.attributes import (
@@ -25,7 +25,7 @@ from resumekit.capture.user_state.attributes import (
 )
 from resumekit.capture.user_state.decoding import Decoder, device_of
 from resumekit.capture.user_state.digests import TOO_MANY, UncapturedError
-from resumekit.capture.user_state.encoding import Encoder, has_paths, read_nodes, sorts_in
+from resumekit.capture.user_state.encoding import Encoder, has_paths, read_nodes
 from resumekit.capture.user_state.memory import Layout, aliases, check_layouts
 from resumekit.capture.user_state.paths import is_below, moved_state
 from resumekit.capture.user_state.secrets import is_secret
@@ -95,6 +95,7 @@ class UserState(ComponentState):
         holders: the objects by name; one that needs more than its attributes as a ``Holder``.
         key: the component's key.
         foreign: gives what is saved elsewhere, at any time: models, optimizers, parameters.
+        named: gives those that a value may refer to, by the keys of their components.
         transient: attribute paths that are neither saved nor reported, see ``Options``.
         limit_bytes: see ``Options.user_state_limit``.
         grows: holders are added later, so that state of others waits for them.
@@ -106,6 +107,7 @@ class UserState(ComponentState):
         *,
         key: str,
         foreign: Callable[[], Iterable[Any]] = tuple,
+        named: Callable[[], Mapping[str, Any]] = dict,
         transient: Collection[str] = (),
         limit_bytes: int = 256 * 10**6,
         grows: bool = False,
@@ -113,7 +115,7 @@ class UserState(ComponentState):
         self.key = key
         self._grows = grows
         self._holders = {name: _as_holder(each) for name, each in holders.items()}
-        self._scope = _scope(foreign, transient, limit_bytes)
+        self._scope = _scope(Scope(foreign, named), transient, limit_bytes)
         self._pending: Mapping[str, Any] | None = None  # as it was loaded
         self._waiting: list[Mapping[str, Any]] = []  # for holders that were not added yet
         self._for_save: _Changes | None = None
@@ -141,7 +143,7 @@ class UserState(ComponentState):
 
     def configure(self, *, transient: Collection[str], limit_bytes: int) -> None:
         former = self._scope.limit_bytes
-        self._scope = _scope(self._scope.foreign, transient, limit_bytes, self._scope.code)
+        self._scope = _scope(self._scope, transient, limit_bytes)
         if limit_bytes != former:  # what the baseline has of transient paths is not looked at again
             self._take_baseline()
 
@@ -204,9 +206,11 @@ class UserState(ComponentState):
             if not each.is_known or path in self._first:
                 continue
             if is_script or self.is_large(each) or is_code(each.value):
-                self._note_first(path, each)
+                self._note_first(path, each, found)
                 if each.is_plain and _is_small(each.value):
                     self._made[path] = self._kept(each.value)
+            else:
+                self._sorts.setdefault(path, found.foreign.sorts_in(each.value))
         self._note_known(found)
         alive = {each: path for each, path in self._paths.items() if path[1]() is not None}
         self._paths = {**alive, **paths_of(found.objects)}
@@ -219,13 +223,13 @@ class UserState(ComponentState):
             if path not in self._not_made and not (but and is_below(path, but)):
                 self._known.setdefault(path, kind)
 
-    def _note_first(self, path: str, seen: Seen) -> None:
+    def _note_first(self, path: str, seen: Seen, found: Walk) -> None:
         if path not in self._first:
             self._first[path] = seen.digest
             if seen.views:
                 self._views[path] = seen.views
             if not seen.is_plain:
-                self._sorts[path] = sorts_in(seen.value)
+                self._sorts[path] = found.foreign.sorts_in(seen.value)
 
     def _kept(self, value: Any) -> Any:
         """A plain value as it is now; of containers that are never set back only that they were."""
@@ -293,6 +297,7 @@ class UserState(ComponentState):
                 left -= seen.num_bytes
             except UncapturedError as error:
                 problems[path] = Problem(str(error))
+        problems.update(self._made_foreign(found))
         unsaved = self._owners_of_new_unsaved(found, problems)
         for path in [each for each in values if found.seen[each].owner in unsaved]:
             del values[path]
@@ -314,6 +319,13 @@ class UserState(ComponentState):
             and (path not in self._first or self._first[path] != each.digest)
         ]
         return changed + found.moved_views(self._views, self._known)
+
+    def _made_foreign(self, found: Walk) -> Iterator[tuple[str, Problem]]:
+        """The slots whose tensor training has made memory that is saved elsewhere, by path."""
+        for path in self._first.keys() & found.seen.keys():
+            value = found.seen[path].value
+            if found.seen[path].is_ignored and isinstance(value, Tensor) and value in found.foreign:
+                yield path, Problem("training made it memory of a model or an optimizer")
 
     def _owners_of_new_unsaved(
         self, found: Walk, problems: Mapping[str, Problem]
@@ -451,7 +463,7 @@ class UserState(ComponentState):
             if each.is_known and is_code(each.value) and not self._grows:
                 self._first.pop(path, None)
             if each.is_known and (is_code(each.value) or self._scope.code is not None):
-                self._note_first(path, each)
+                self._note_first(path, each, found)
         restored: list[str] = []
         for saved in self._waiting:
             restored += self._restore(saved, found)
@@ -536,7 +548,7 @@ class UserState(ComponentState):
         self.objects, self.code = found.objects, found.code.values()
         for path, each in found.seen.items():
             if each.slot.role in _OF_CODE and each.is_known:
-                self._note_first(path, each)
+                self._note_first(path, each, found)
         gone = deleted_slots(self._first.keys() - found.seen.keys(), found.objects)
         for path, owner, slot in gone:
             found.seen[path] = Seen(slot, owner, Absent(), "deleted", False, False, None)
@@ -566,13 +578,13 @@ def label_of(entry: Sequence[Any]) -> str:
     return Slot(None, Role(role), name).label(owner)
 
 
-def _scope(
-    foreign: Callable[[], Iterable[Any]],
-    transient: Collection[str],
-    limit_bytes: int,
-    code: Callable[[], Iterable[Any]] | None = None,
-) -> Scope:
-    return Scope(foreign, frozenset(transient), limit_bytes, _DIGESTED_FACTOR * limit_bytes, code)
+def _scope(scope: Scope, transient: Collection[str], limit_bytes: int) -> Scope:
+    return replace(
+        scope,
+        transient=frozenset(transient),
+        limit_bytes=limit_bytes,
+        memory_bytes=_DIGESTED_FACTOR * limit_bytes,
+    )
 
 
 def _listed(names: list[str], num: int = 3) -> str:

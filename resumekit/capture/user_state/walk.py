@@ -11,12 +11,10 @@ from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
-import torch
 import xxhash
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from resumekit.capture.naming import modules_in
 from resumekit.capture.restore import class_name
 from resumekit.capture.user_state.attributes import (
     Holder,
@@ -24,9 +22,7 @@ from resumekit.capture.user_state.attributes import (
     Slot,
     contents,
     hooks_of,
-    registered,
     submodules,
-    tensors_in_state_dict,
     without_wrappers,
 )
 from resumekit.capture.user_state.digests import (
@@ -39,6 +35,7 @@ from resumekit.capture.user_state.digests import (
     plain_digest,
     size_of,
 )
+from resumekit.capture.user_state.foreign import Foreign
 from resumekit.capture.user_state.library_attributes import attributes_set_by
 from resumekit.capture.user_state.memory import Clusters
 from resumekit.capture.user_state.secrets import is_secret
@@ -52,10 +49,8 @@ from resumekit.capture.user_state.value_types import (
     kind_of,
     names_in,
     parts_in,
-    parts_of_tensor,
     sort_of,
     top_package,
-    wraps_others,
 )
 from resumekit.live import is_library_file
 from resumekit.state import CaptureLine, Fidelity, Stateful
@@ -145,6 +140,7 @@ class Scope:
     Args:
         foreign: gives objects that are saved elsewhere: models, optimizers, their parameters. What
             shares memory with them is left out.
+        named: gives those that a value may refer to, by the keys of their components.
         transient: attribute paths, or ends of them, that are left out.
         limit_bytes: of Python objects that are digested, about, all values together.
         memory_bytes: of tensors and arrays that are digested, all values together.
@@ -153,6 +149,7 @@ class Scope:
     """
 
     foreign: Callable[[], Iterable[Any]] = tuple
+    named: Callable[[], Mapping[str, Any]] = dict
     transient: Collection[str] = ()
     limit_bytes: int = 256 * 10**6
     memory_bytes: int = 256 * 10**6
@@ -314,7 +311,7 @@ class _Walker:
         ignore_floats: bool,
     ) -> None:
         self._scope, self._too_large, self._former = scope, too_large, former
-        self._foreign = Foreign(scope.foreign(), holders.values())
+        self._foreign = Foreign(scope.foreign(), holders.values(), scope.named())
         self._found = Walk(self._foreign)
         self._is_of_library = False  # the object whose slots are looked at
         self._left_out: Collection[str] = ()  # its attributes that a framework's adapter saves
@@ -480,6 +477,10 @@ class _Walker:
             self._found.seen[path] = Seen(slot, owner, value, digest, True, False, None)
 
     def _look_into(self, value: Any, slot: Slot, path: str, owner: str, *, data_only: bool) -> None:
+        name = self._foreign.name_of(value)
+        if name is not None:
+            self._found.seen[path] = Seen(slot, owner, value, f"is {name}", False, False, None)
+            return
         if self._is_ignored(value, slot) or self._is_beyond_budget:
             self._found.seen[path] = Seen(slot, owner, value, "ignored", False, True, None)
             return
@@ -529,70 +530,3 @@ def _code_of(kind: type) -> Iterator[Any]:
 def _is_stateless(code: Any) -> bool:
     """Whether a class or a function is of a library; a decorator of one may keep a function."""
     return is_library(code) and not getattr(code, "__closure__", None)
-
-
-class Foreign:
-    """Objects that are saved elsewhere, and the memory of their tensors.
-
-    Args:
-        given: the objects.
-        holders: the roots; those with ``is_component`` are entered, and their tensors are foreign.
-    """
-
-    def __init__(self, given: Iterable[Any], holders: Iterable[Holder]) -> None:
-        roots = [each.value for each in holders if each.is_component]
-        self._inside = [module for root in roots for module in modules_in(root)]
-        self.of_components = {id(module) for module in self._inside}
-        self._ids: set[int] = set()
-        self._tensors: list[Tensor] = []
-        self._outside: list[nn.Module] = []
-        self._memory: set[int] | None = None  # until a tensor is looked for
-        for each in given:
-            if isinstance(each, nn.Module):
-                if id(each) not in self._ids:  # else it was added with the module that contains it
-                    # Of a component's module, the non-persistent buffers are not saved.
-                    outside = [m for m in modules_in(each) if id(m) not in self.of_components]
-                    self._ids.update(map(id, outside))
-                    self._outside += outside
-            elif isinstance(each, Tensor):
-                self._tensors.append(each)
-            elif each is not None:
-                self._ids.add(id(each))
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The modules among them, with their submodules."""
-        return [*self._inside, *self._outside]
-
-    def _addresses(self) -> Iterator[int]:
-        """Of the memory of their tensors."""
-        yield from map(address_of, self._tensors)
-        for module in self._outside:
-            for what in ("parameters", "buffers"):
-                tensors = registered(module, what).values()
-                yield from (address_of(each) for each in tensors if each is not None)
-        for module in self._inside:
-            yield from map(address_of, tensors_in_state_dict(module))
-
-    def __contains__(self, value: Any) -> bool:
-        """Whether a value is one of them, or a tensor that begins in the memory of one."""
-        if not isinstance(value, Tensor):
-            return id(value) in self._ids
-        if self._memory is None:
-            self._memory = set(self._addresses())
-        return bool(self._memory) and address_of(value) in self._memory
-
-
-def trained_parameters(objects: Iterable[Any]) -> Iterator[Tensor]:
-    """The parameters of the optimizers among some objects, which are saved with them."""
-    for each in objects:
-        for group in getattr(each, "param_groups", None) or ():
-            yield from group["params"]
-
-
-def address_of(tensor: Tensor) -> int:
-    """Where its storage begins; of a tensor without memory of its own, which object it is."""
-    inner = parts_of_tensor(tensor)[0] if wraps_others(tensor) else tensor
-    is_plain = type(inner) in (Tensor, nn.Parameter) and inner.layout is torch.strided
-    address = inner.untyped_storage().data_ptr() if is_plain else 0
-    return address or id(tensor)
