@@ -235,7 +235,8 @@ class Checkpointer(StepBoundary):
                 "step()",
                 found="called without a batch from batches()",
                 expected="a loop over batches()",
-                remedy="Write the loop as: for batch in checkpointer.batches(loader, epochs=...)",
+                remedy="Write the loop as: for batch in checkpointer.batches(loader, epochs=...); "
+                "several phases as one epochs(total)",
             )
         self._note_marked_step()
         self._run.counters.count_tokens(tokens)

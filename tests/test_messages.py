@@ -607,6 +607,29 @@ def test_step_twice_for_one_batch_is_a_warning_once(
     assert line.startswith("step() was called twice for batch 0 of epoch 0")
 
 
+def test_several_steps_for_one_number_of_a_range_are_no_mistake(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of PPO in steps of an environment; batches of a loader inside or beside it are batches."""
+    with make(tmp_path / "a") as checkpointer:
+        replay = checkpointer.batches(loader(8), name="replay", repeat=True)
+        for _ in checkpointer.batches(range(3), epochs=1):
+            next(replay)
+            for _ in range(4):
+                checkpointer.step()
+        assert checkpointer.progress.step == 12
+    assert messages(caplog, logging.WARNING) == []
+    inner = loader(4)
+    with make(tmp_path / "b") as checkpointer:
+        for _ in checkpointer.epochs(1):
+            for _ in checkpointer.batches(range(3), name="phase"):
+                for _ in checkpointer.batches(inner, name="inner"):
+                    checkpointer.step()
+                    checkpointer.step()
+    (line,) = messages(caplog, logging.WARNING)
+    assert line.startswith("step() was called twice for batch")
+
+
 def test_several_steps_in_an_epoch_without_batches_are_no_mistake(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

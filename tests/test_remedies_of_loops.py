@@ -139,12 +139,26 @@ def run_code(header: str, body: str, checkpointer: Checkpointer, **names: Any) -
     exec(f"{header}:\n{body}", {"checkpointer": checkpointer, "loader": loader(), **names})  # noqa: S102
 
 
-@pytest.mark.remedy("Write the loop as: for batch in checkpointer.batches(loader, epochs=...)")
-def test_a_step_needs_a_batch(tmp_path: Path, remedy: Remedy) -> None:
-    text = remedy.of(launch, tmp_path / "a", Checkpointer.step)
-    header = text.partition(": ")[2].replace("...", "2")
+def two_phases(checkpointer: Checkpointer) -> None:
+    for _ in checkpointer.epochs(2):
+        checkpointer.step()
+    for _ in range(3):
+        checkpointer.step()
+
+
+@pytest.mark.parametrize("loop", [Checkpointer.step, two_phases])
+@pytest.mark.remedy(
+    "Write the loop as: for batch in checkpointer.batches(loader, epochs=...); "
+    "several phases as one epochs(total)"
+)
+def test_a_step_needs_a_batch(tmp_path: Path, remedy: Remedy, loop: Loop) -> None:
+    text = remedy.of(launch, tmp_path / "a", loop)
+    one, several = text.partition(": ")[2].replace("...", "2").split("; several phases as one ")
     body = "    checkpointer.step()"
-    assert launch(tmp_path, lambda checkpointer: run_code(header, body, checkpointer)) == 4
+    assert launch(tmp_path / "b", lambda each: run_code(one, body, each)) == 4
+    header = f"for epoch in checkpointer.{several}"
+    body = "    phase = epoch // 2\n    checkpointer.step()"
+    assert launch(tmp_path / "c", lambda each: run_code(header, body, each, total=5)) == 5
 
 
 def once(loader: Any, name: str, checkpointer: Checkpointer) -> None:
@@ -202,6 +216,27 @@ def step_at_the_end_of_each_epoch(checkpointer: Checkpointer) -> None:
 def test_an_epoch_has_a_step(tmp_path: Path, remedy: Remedy) -> None:
     remedy.of(launch, tmp_path / "a", no_step)
     assert launch(tmp_path / "b", step_at_the_end_of_each_epoch) == 2
+
+
+def episodes(checkpointer: Checkpointer) -> None:
+    for episode in checkpointer.epochs(6):
+        if episode % 3 == 2:
+            checkpointer.step()
+
+
+def no_episode_with_a_step(checkpointer: Checkpointer) -> None:
+    for _ in checkpointer.epochs(1):
+        pass
+
+
+@pytest.mark.parametrize("loop", [episodes, no_episode_with_a_step])
+@pytest.mark.remedy(
+    "Where not each needs a step, write: for i in checkpointer.batches(range(n), epochs=1)"
+)
+def test_episodes_without_a_step_are_batches(tmp_path: Path, remedy: Remedy, loop: Loop) -> None:
+    header = remedy.of(launch, tmp_path / "a", loop).partition(": ")[2]
+    body = "    if i % 3 == 2:\n        checkpointer.step()"
+    assert launch(tmp_path / "b", lambda each: run_code(header, body, each, n=6)) == 2
 
 
 def twice_in_an_epoch(*names: str | None) -> Loop:

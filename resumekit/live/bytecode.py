@@ -39,7 +39,9 @@ _READERS = frozenset({"locals", "eval", "exec"})  # they read any variable
 _OF_MODULE = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL"})
 _FETCHES = frozenset({"FOR_ITER", "SEND", "YIELD_FROM"})
 
-_CLOCKS = frozenset({"perf_counter", "monotonic", "time", "process_time", "thread_time"})
+_CLOCKS = frozenset(
+    {"perf_counter", "monotonic", "time", "process_time", "thread_time", "strftime"}
+)
 
 
 def live_names(code: CodeType, lasti: int) -> frozenset[str]:
@@ -256,7 +258,7 @@ def _nested_arguments(code: CodeType, *opnames: str) -> frozenset[str]:
 
 @lru_cache(maxsize=NUM_CACHED)
 def clock_names(code: CodeType) -> frozenset[str]:
-    """Returns the variables that have nothing but readings of a clock, or copies of such.
+    """Returns the variables that have nothing but readings of a clock, copies or text of such.
 
     A parameter, or a variable that other code may store, is none.
 
@@ -274,10 +276,36 @@ def clock_names(code: CodeType) -> frozenset[str]:
     while others := {
         name
         for name in names
-        if not all(_is_clock(value) or _is_copy(value, names) for value in stored[name])
+        if not all(_is_of_clock(simulation, value, names) for value in stored[name])
     }:
         names -= others
     return frozenset(names)
+
+
+def _is_of_clock(simulation: Simulation, value: Operand, names: set[str]) -> bool:
+    """Whether it is a reading, a variable that has one, or what a method of a reading returns.
+
+    A method may have only constants as arguments: what training computes must not flow in. Other
+    expressions are none: `int(time.time())` may be a seed, which decides what training does.
+    """
+    if _is_clock(value):
+        return True
+    if not value.is_call:
+        return len(value.path) == 1 and value.path[0] in names
+    owners = [owner for origin in value.origins for owner in _owners(simulation, origin)]
+    return bool(owners) and all(
+        value.names == owner.names and _is_of_clock(simulation, owner, names) for owner in owners
+    )
+
+
+def _owners(simulation: Simulation, called: int) -> Stack:
+    """The object whose method a call calls; empty where no attribute is called."""
+    callee = split_callee(simulation.popped(called))[0]
+    return tuple(
+        simulation.popped(origin)[-1]
+        for origin in callee.origins
+        if simulation.instructions[origin].opname in ("LOAD_ATTR", "LOAD_METHOD")
+    )
 
 
 def _is_clock(value: Operand) -> bool:
@@ -285,10 +313,6 @@ def _is_clock(value: Operand) -> bool:
     if owner == ["time"] or (not owner and name.removesuffix("_ns") in _CLOCKS):
         return value.is_call
     return owner[-1:] == ["datetime"] and name in ("now", "utcnow", "today") and value.is_call
-
-
-def _is_copy(value: Operand, names: set[str]) -> bool:
-    return not value.is_call and len(value.path) == 1 and value.path[0] in names
 
 
 def _reach(simulation: Simulation, starts: Iterable[int], stops: Iterable[int]) -> set[int]:

@@ -40,6 +40,7 @@ class StepBoundary:
         self._is_announced = False  # what a checkpoint holds, in a loop without batches
         self._stepped = False  # no batch was handed out by the loop that leads since the last step
         self._num_steps_of_batch = 0  # calls of step() since a loop was given a batch
+        self._is_numbered = False  # the loop goes over numbers, as of an environment's steps
         self._steps_taken: StepsTaken | None = None  # where an adapter makes step() optional
         self._num_counted = 0  # steps of this launch that the loop did not mark
         self._num_batches_since_step = 0
@@ -282,6 +283,7 @@ class StepBoundary:
         self._in_step = True
         self._num_steps_of_batch = 0
         if not follows:
+            self._is_numbered = all(isinstance(each.loader, range) for each in feed.sources)
             self._num_used = feed.batch if order.is_alone(names) else self._num_used + 1
         num_samples = feed.num_samples
         run.counters.count_batch(num_samples, follows=follows)
@@ -344,11 +346,17 @@ class StepBoundary:
 
     def _no_step(self) -> LoopError:
         optimizers = "" if self._steps_taken is None else ", no step of an optimizer of the run"
+        remedy = "An accumulation window must not be longer than an epoch"
+        if not self._sources:
+            remedy = (
+                "Where not each needs a step, write: "
+                "for i in checkpointer.batches(range(n), epochs=1)"
+            )
         return LoopError(
             f"epoch {self.progress.epoch}",
             found=f"not one call of step(){optimizers}",
             expected="checkpointer.step() after every optimizer step",
-            remedy="An accumulation window must not be longer than an epoch",
+            remedy=remedy,
         )
 
     def _warn_once(self, what: str, message: str) -> None:
@@ -359,7 +367,7 @@ class StepBoundary:
 
     def _count_step_of_batch(self) -> None:
         self._num_steps_of_batch += 1
-        if self._num_steps_of_batch == 2 and not self._has_no_loop:
+        if self._num_steps_of_batch == 2 and not (self._has_no_loop or self._is_numbered):
             epoch, batch = self._position()
             self._warn_once(
                 "step",

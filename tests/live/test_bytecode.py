@@ -478,6 +478,28 @@ def test_variables_that_are_only_stored_from_clocks_are_found():
     assert clock_names(function.__code__) == {"start", "last", "tick", "day", "now"}
 
 
+def test_what_a_method_makes_of_a_clock_and_constants_alone_is_a_clock():
+    def function(given):
+        import datetime as dt
+        from datetime import datetime
+        from time import strftime
+
+        start = datetime.now().replace(microsecond=0)
+        text = strftime("%H:%M")
+        day = dt.datetime.now(dt.timezone.utc).date().isoformat()
+        now = datetime.now()
+        name = now.strftime("%Y%m%d")
+        moved = now.replace(hour=given)
+        later = datetime.now().replace(second=given).isoformat()
+        other = given.replace(microsecond=0)
+        path = "/".join(["runs", time.strftime("%Y")])
+        seed = int(time.time())
+        either = (now if given else other).isoformat()
+        return start, text, day, name, moved, later, path, seed, either
+
+    assert clock_names(function.__code__) == {"start", "text", "day", "now", "name"}
+
+
 def test_a_clock_that_another_function_may_store_is_none():
     def function():
         start = time.time()

@@ -7,6 +7,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,27 @@ def test_a_constant_that_was_edited_is_the_script_s(
     lines = [each.message for each in caplog.records if "changed in the script" in each.message]
     assert lines == [
         "changed in the script: test_variables.py:edited.clip; using the script's value"
+    ]
+
+
+def dated(parts: Trained) -> None:
+    began, day = datetime.now().replace(microsecond=0), time.strftime("%H:%M:%S")
+    seed = time.time_ns() % 1000003
+    for batch in parts.ckpt.batches(parts.loader, epochs=2):
+        parts.step(batch)
+        assert began, (day, seed)
+
+
+def test_a_date_is_not_called_edited_and_a_seed_from_a_clock_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Records.losses = {}
+    launched(dated, tmp_path, 5)
+    time.sleep(1)  # the seconds differ
+    launched(dated, tmp_path)
+    lines = [each.message for each in caplog.records if "changed in the script" in each.message]
+    assert lines == [
+        "changed in the script: test_variables.py:dated.seed; using the script's value"
     ]
 
 
