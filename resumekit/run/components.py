@@ -347,7 +347,11 @@ class RunComponents:
     def _given_objects(self) -> dict[str, Any]:
         """Models, optimizers, schedulers and the like, by the keys of their components."""
         given = (each for each in self.all if each.slot in _GIVEN)
-        return {each.key: next(iter(each.state.live_objects()), None) for each in given}
+        return {
+            each.key: next(iter(each.state.live_objects()), None)
+            for each in given
+            if not isinstance(each.stateful, UserState)
+        }
 
     def uncaptured_parameters(self, *, are_complete: bool) -> Iterable[CaptureLine]:
         """Parameters that an optimizer trains and no component saves.

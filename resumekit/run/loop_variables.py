@@ -371,10 +371,12 @@ class LoopVariables(UserState):
         changes = self._for_save = self._for_save or self._encoded(self._walk())
         found = super().state_dict()
         saved = {label_of(entry) for entry in found["slots"]}
+        name_of = changes.found.foreign.name_of
         digests = {
             path: str(each.digest)
             for path, each in changes.found.seen.items()
             if each.is_known and (each.owner in self._holders or path in saved)
+            if name_of(each.value) is None
         }
         if self._mode != RESTORE:
             found = {**found, "slots": [], "nodes": "", "data": [], "lost": [], "sharing": []}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import cached_property
 from typing import Any
 
@@ -107,9 +107,22 @@ class Foreign:
         return Counter(map(self.sort_of, parts))
 
     def sort_of(self, value: Any) -> str:
-        """The sort of an object; of a tensor also whether it is saved elsewhere."""
-        is_elsewhere = isinstance(value, Tensor) and value in self
-        return f"saved elsewhere: {sort_of(value)}" if is_elsewhere else sort_of(value)
+        """The sort of an object; of a tensor also whether it is a view."""
+        return f"view: {sort_of(value)}" if self.has_view(value) else sort_of(value)
+
+    def has_view(self, value: Any) -> bool:
+        """Whether it is a tensor in the memory of one that is saved elsewhere, and not that one."""
+        return isinstance(value, Tensor) and value in self and id(value) not in self._tensor_ids
+
+    @cached_property
+    def _tensor_ids(self) -> Set[int]:
+        of_modules = (
+            id(each)
+            for module in self.modules
+            for what in ("parameters", "buffers")
+            for each in registered(module, what).values()
+        )
+        return {*map(id, self._tensors), *of_modules}
 
     def __contains__(self, value: Any) -> bool:
         """Whether a value is one of them, or a tensor that begins in the memory of one."""

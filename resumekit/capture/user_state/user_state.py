@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import ReferenceType
 
-from torch import Tensor, nn
+from torch import nn
 
 from resumekit.capture.restore import require_fields
 from resumekit.capture.user_state.attributes import (
@@ -323,8 +323,7 @@ class UserState(ComponentState):
     def _made_foreign(self, found: Walk) -> Iterator[tuple[str, Problem]]:
         """The slots whose tensor training has made memory that is saved elsewhere, by path."""
         for path in self._first.keys() & found.seen.keys():
-            value = found.seen[path].value
-            if found.seen[path].is_ignored and isinstance(value, Tensor) and value in found.foreign:
+            if found.seen[path].is_ignored and found.foreign.has_view(found.seen[path].value):
                 yield path, Problem("training made it memory of a model or an optimizer")
 
     def _owners_of_new_unsaved(
