@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from resumekit.capture.restore import (
     require_fields,
 )
 from resumekit.errors import StateMismatchError, UnsupportedValueError
+from resumekit.serialization import StatePath, leaves_of
 from resumekit.state import ComponentState, Stateful
 
 _PLAIN = (
@@ -33,7 +35,8 @@ class Extras(ComponentState):
 
     Objects, and lists, dicts, sets, deques, bytearrays and tensors that can hold the saved value,
     are restored in place, because other code may refer to them. Other values are replaced under
-    their key; a value that only the checkpoint has is added.
+    their key; a value that only the checkpoint has is added. A new tensor is on the device that the
+    saved one was on, or on the CPU where this process has none of that type.
 
     Args:
         live: the user's dict, read at each save and written at a load.
@@ -49,10 +52,16 @@ class Extras(ComponentState):
 
     def state_dict(self) -> dict[str, Any]:
         """The values themselves and the objects' states, not copies."""
-        return {
+        state: dict[str, Any] = {
             "values": {k: v for k, v in self.live.items() if not isinstance(v, Stateful)},
             "objects": {k: v.state_dict() for k, v in self.live.items() if isinstance(v, Stateful)},
         }
+        devices = {
+            str(path): _device_name(leaf.device)
+            for path, leaf in leaves_of(state, StatePath(self.key))
+            if isinstance(leaf, Tensor) and not leaf.is_cpu
+        }
+        return {**state, "devices": devices} if devices else state
 
     def check_state_dict(self, state: Any) -> None:
         """Refuses a key that is an object on one side only; asks each object's own method."""
@@ -78,7 +87,16 @@ class Extras(ComponentState):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Restores every value and object; reports values that the checkpoint lacks."""
-        restore = Restorer()
+        devices = {
+            id(leaf): _device_here(str(state["devices"][str(path)]))
+            for path, leaf in leaves_of(state, StatePath(self.key))
+            if str(path) in state.get("devices", {})
+        }
+
+        def new_tensor(saved: Tensor) -> Tensor:
+            return saved.detach().to(devices.get(id(saved), saved.device), copy=True)
+
+        restore = partial(Restorer(), new_tensor=new_tensor)
         for name, saved in state["objects"].items():
             self.live[name].load_state_dict(restore(None, saved))
         for name, saved in state["values"].items():
@@ -90,7 +108,24 @@ class Extras(ComponentState):
         )
 
 
-def _replaced(restore: Restorer, live: Any, saved: Any) -> Any:
+def _device_name(device: torch.device) -> str:
+    """The device's type, with its index unless it is the device that this process uses."""
+    # Not always with the index: another rank, which uses another one, may load the value.
+    is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
+    return device.type if is_current else str(device)
+
+
+def _device_here(name: str) -> torch.device:
+    """The device of a saved name; the CPU where this process has none of that type."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind, _, index = name.partition(":")
+    if found is None or kind != found.type:
+        return torch.device("cpu")
+    is_there = index.isdecimal() and int(index) < torch.accelerator.device_count()
+    return torch.device(kind, int(index)) if is_there else torch.device(kind)
+
+
+def _replaced(restore: Callable[[Any, Any], Any], live: Any, saved: Any) -> Any:
     """The saved value, in the live container if it has the same type."""
     if isinstance(saved, Tensor):
         return restore(live if isinstance(live, Tensor) else None, saved)

@@ -67,28 +67,37 @@ class AccumulatedGradients(ComponentState):
     @property
     def is_needed(self) -> bool:
         """Whether a checkpoint written now contains gradients."""
-        return bool(self.state_dict())
+        return bool(self._pending) or bool(self._reason(self._live()))
 
     def state_dict(self) -> dict[str, Any]:
         """The live gradients, not copies, by name, and why they are saved; empty without any."""
         if self._pending:
             return dict(self._pending)
-        parameters = self._named()
-        live = {n: p.grad for n, p in parameters.items() if p.grad is not None}
-        if not live:
+        live = self._live()
+        reason = self._reason(live)
+        if not reason:
             return {}
-        if self._is_within():
-            reason = _WINDOW
-        elif self.watch.must_save:
-            reason = _CARRIED if self.watch.is_carried else _UNKNOWN
-        elif self.watch.keeps_zeros:
-            return {"reason": _ZEROS, "gradients": dict.fromkeys(live)}
-        else:
-            return {}
+        if reason == _ZEROS:
+            return {"reason": reason, "gradients": dict.fromkeys(live)}
+        zeros = _zeros_among(live)
         return {
             "reason": reason,
-            "gradients": {name: _encoded(grad, parameters[name]) for name, grad in live.items()},
+            "gradients": {n: None if n in zeros else _encoded(p) for n, p in live.items()},
         }
+
+    def _live(self) -> Named:
+        """The parameters that have a gradient."""
+        return {n: p for n, p in self._named().items() if p.grad is not None}
+
+    def _reason(self, live: Named) -> str:
+        """Why a checkpoint written now contains gradients; empty where it does not."""
+        if not live:
+            return ""
+        if self._is_within():
+            return _WINDOW
+        if self.watch.must_save:
+            return _CARRIED if self.watch.is_carried else _UNKNOWN
+        return _ZEROS if self.watch.keeps_zeros else ""
 
     def comparable_state(self) -> dict[str, Any]:
         """The gradients that a later step is known to use, not those saved for lack of evidence."""
@@ -181,10 +190,9 @@ class AccumulatedGradients(ComponentState):
                     yield Mismatch(name, found, f"{_shape_text(now)}, as in this run")
 
 
-def _encoded(gradient: Any, parameter: Tensor) -> Any:
-    """The gradient itself, or the content of a sparse or sharded one; None for zeros."""
-    if _is_zeros_like(gradient, parameter):
-        return None
+def _encoded(parameter: Tensor) -> Any:
+    """The gradient itself, or the content of a sparse or sharded one."""
+    gradient: Any = parameter.grad
     if is_sharded(gradient):
         return {
             "local": local_part(gradient),
@@ -202,14 +210,28 @@ def _encoded(gradient: Any, parameter: Tensor) -> Any:
     }
 
 
-def _is_zeros_like(gradient: Any, parameter: Any) -> bool:
-    """Whether ``zeros_like(parameter)`` is this gradient, bit for bit."""
+def _zeros_among(live: Named) -> set[str]:
+    """The names of the parameters whose gradient is ``zeros_like(parameter)``, bit for bit."""
+    by_device: dict[torch.device, dict[str, Tensor]] = {}
+    for name, parameter in live.items():
+        if _may_be_zeros_like(parameter.grad, parameter):
+            local = local_part(parameter.grad)
+            has_bits = local.contiguous().view(torch.uint8).any()
+            by_device.setdefault(local.device, {})[name] = has_bits
+    # All of a device in one copy: each copy waits for the GPU.
+    return {
+        name
+        for found in by_device.values()
+        for name, has_bits in zip(found, torch.stack([*found.values()]).tolist(), strict=True)
+        if not has_bits
+    }
+
+
+def _may_be_zeros_like(gradient: Any, parameter: Any) -> bool:
     local = local_part(gradient)
-    if local.layout != torch.strided or gradient.dtype != parameter.dtype:
+    if local.layout != torch.strided or gradient.dtype != parameter.dtype or not local.dim():
         return False
-    if is_sharded(gradient) and gradient.placements != parameter.placements:
-        return False
-    return not bool(local.contiguous().view(torch.uint8).any()) if local.dim() else False
+    return not is_sharded(gradient) or gradient.placements == parameter.placements
 
 
 def _has_shards(state: Mapping[str, Any]) -> bool:

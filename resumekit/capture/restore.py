@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -227,6 +228,8 @@ class Restorer:
             return self._dict(live, saved, new_tensor)
         if isinstance(saved, (list, tuple)):
             return self._sequence(live, saved, new_tensor)
+        if isinstance(saved, deque):
+            return deque((self(None, each, new_tensor) for each in saved), saved.maxlen)
         return copy.deepcopy(saved)
 
     def _tensor(self, live: Any, saved: Tensor, new_tensor: NewTensor) -> Tensor:

@@ -60,7 +60,7 @@ def buffers_of(source: torch.Tensor | npt.NDArray[Any] | bytes) -> Iterator[memo
     if isinstance(source, torch.Tensor):
         return _tensor_buffers(source)
     if isinstance(source, bytes):
-        return _pieces(memoryview(source))
+        return pieces(memoryview(source))
     return _array_buffers(source)
 
 
@@ -133,23 +133,28 @@ def _view(array: npt.NDArray[Any]) -> memoryview:
     return memoryview(array)  # type: ignore[arg-type]  # a Buffer for type checkers from 3.12 on
 
 
-def _pieces(buffer: memoryview) -> Iterator[memoryview]:
+def pieces(buffer: memoryview) -> Iterator[memoryview]:
+    """Flat memory in pieces of at most CHUNK_BYTES."""
     for begin in range(0, buffer.nbytes, CHUNK_BYTES):
         yield buffer[begin : begin + CHUNK_BYTES]
+
+
+def stored_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements without grad, of a type that is copied bit for bit; shares memory."""
+    if tensor.is_conj() or tensor.is_neg():  # lazy bits: the memory holds something else
+        return tensor.detach()
+    plain = PLAIN_TYPES[tensor.element_size()]
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    return retyped(tensor, plain, int(tensor.storage_offset()), shape, strides)
 
 
 def _tensor_buffers(tensor: torch.Tensor) -> Iterator[memoryview]:
     if tensor.numel() == 0:
         return
-    if tensor.is_conj() or tensor.is_neg():  # lazy bits: the memory holds something else
-        yield from _copied(tensor.detach(), _tensor_bytes)
-    elif tensor.device.type == "cpu" and tensor.is_contiguous():
-        yield from _pieces(flat_bytes(tensor))
+    if tensor.is_cpu and is_plain(tensor):
+        yield from pieces(flat_bytes(tensor))
     else:
-        plain = PLAIN_TYPES[tensor.element_size()]
-        shape, strides = tuple(tensor.shape), tensor.stride()
-        values = retyped(tensor, plain, int(tensor.storage_offset()), shape, strides)
-        yield from _copied(values, _tensor_bytes)
+        yield from _copied(stored_values(tensor), _tensor_bytes)
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -160,7 +165,7 @@ def _array_buffers(array: npt.NDArray[Any]) -> Iterator[memoryview]:
     if array.nbytes == 0:
         return
     if array.flags.c_contiguous:
-        yield from _pieces(_array_bytes(array))
+        yield from pieces(_array_bytes(array))
     else:
         yield from _copied(array, _array_bytes)
 
@@ -171,14 +176,20 @@ def _array_bytes(array: npt.NDArray[Any]) -> memoryview:
 
 def _copied(source: Any, bytes_of: Callable[[Any], memoryview]) -> Iterator[memoryview]:
     """The bytes of a tensor or array that cannot be handed out as it lies, a chunk at a time."""
-    if source.nbytes <= CHUNK_BYTES or source.ndim == 0:  # an element of an array may be longer
-        yield from _pieces(bytes_of(source))
+    for chunk in chunks_of(source, CHUNK_BYTES):
+        yield from pieces(bytes_of(chunk))
+
+
+def chunks_of(source: Any, num_bytes: int) -> Iterator[Any]:
+    """Views of a tensor or array, consecutive in row-major order, of at most so many bytes each."""
+    if source.nbytes <= num_bytes or source.ndim == 0:  # an element of an array may be longer
+        yield source
         return
-    num_rows = CHUNK_BYTES * source.shape[0] // source.nbytes
+    num_rows = num_bytes * source.shape[0] // source.nbytes
     if num_rows == 0:
         for index in range(source.shape[0]):
             # With the ellipsis, an array also where it has no dimension left, not numpy's scalar.
-            yield from _copied(source[index, ...], bytes_of)
+            yield from chunks_of(source[index, ...], num_bytes)
         return
     for begin in range(0, source.shape[0], num_rows):
-        yield bytes_of(source[begin : begin + num_rows])
+        yield source[begin : begin + num_rows]

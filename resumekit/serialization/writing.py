@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from resumekit.errors import CorruptCheckpointError, UnsupportedValueError
-from resumekit.serialization.copying import Image
+from resumekit.serialization.copying import Image, pieces_of
 from resumekit.serialization.encoding import Encoder
 from resumekit.serialization.index import Index, ShardedIndex, arrange, header, stem_of
 from resumekit.serialization.layouts import Logical
@@ -106,11 +106,10 @@ class _Files:
         if self._data_bytes:
             memory[: len(self._header)] = self._header
             image = Image(memory, num_threads=num_threads)
-            with torch.no_grad():
+            with torch.no_grad(), image.copying():
                 for record in self._index.records:
                     begin = len(self._header) + record.begin
                     image.copy(self._leaves[record.name].source, begin, record.num_bytes)
-            image.wait()
             self._image = memory[: self._data_bytes]
         self._leaves = {}
 
@@ -154,8 +153,7 @@ class _Files:
 
     def _pieces(self) -> Iterator[memoryview]:
         yield memoryview(self._header)
-        for record in self._index.records:
-            yield from self._leaves[record.name].buffers()
+        yield from pieces_of(self._leaves[record.name] for record in self._index.records)
 
     def _size_of_index(self) -> int:
         """At most so many bytes; exact where a reader may find that it is too much."""

@@ -107,6 +107,34 @@ def test_nothing_is_shared_with_the_loaded_state(stored: Any) -> None:
     assert live["t"].item() == 1
 
 
+def test_the_devices_of_tensors_are_saved_where_one_is_not_on_the_cpu() -> None:
+    elsewhere = torch.empty(2, device="meta")
+    values = {"table": {"a": (1, elsewhere)}, "recent": deque([torch.ones(1), elsewhere])}
+    assert Extras(values).state_dict()["devices"] == {
+        "extras['values']['table']['a'][1]": "meta",
+        "extras['values']['recent'][1]": "meta",
+    }
+    assert "devices" not in Extras(PLAIN).state_dict()
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="of a machine without a GPU")
+@pytest.mark.parametrize("device", ["cuda", "cuda:3", "meta", "cpu", "", 5])
+def test_a_tensor_of_a_device_that_is_not_there_is_restored_on_the_cpu(
+    stored: Any, device: Any
+) -> None:
+    state = Extras({"a": torch.ones(2), "recent": deque([torch.ones(3)], maxlen=4)}).state_dict()
+    devices = {
+        "extras['values']['a']": device,
+        "extras['values']['recent'][0]": device,
+        "another": device,
+    }
+    live: dict[str, Any] = {}
+    Extras(live).load_state_dict(stored({**state, "devices": devices}))
+    assert (live["a"].device.type, live["a"].tolist()) == ("cpu", [1, 1])
+    assert live["recent"].maxlen == 4
+    assert live["recent"][0].tolist() == [1, 1, 1]
+
+
 def test_a_value_that_the_checkpoint_lacks_stays_and_is_reported(stored: Any) -> None:
     live = {"new": 4}
     extras = Extras(live)

@@ -1,4 +1,4 @@
-"""Large tensors are copied by several threads, which end with the copy, whatever happens."""
+"""Copies of tensors: large ones by several threads, which end with the copy; others by blocks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from resumekit.errors import SaveError
-from resumekit.serialization import copying
-from resumekit.serialization.copying import ParallelCopies
+from resumekit.serialization import copying, element_type
+from resumekit.serialization.copying import ParallelCopies, pieces_of
+from resumekit.serialization.leaves import Leaf, bytes_leaf
 
 NUM_TENSORS, NUM_BYTES = 5, (3 << 20) + 11
 
@@ -132,3 +134,69 @@ def test_an_interrupt_ends_the_copy() -> None:
         with pytest.raises(KeyboardInterrupt):
             copies.run()
     assert not target.equal(expected)
+
+
+# Blocks
+
+
+def leaves() -> list[Leaf]:
+    """Some lie in memory as they are stored, others do not; one is longer than a block."""
+    numbers = torch.complex(torch.arange(3000.0), -torch.arange(3000.0)).view(30, 100)
+    tensors = [
+        numbers.conj(),
+        numbers.conj().imag,
+        torch.arange(60_000).view(200, 300).t(),
+        torch.arange(5.0),
+        torch.empty(0, 3).t(),
+        torch.tensor(3 + 4j).conj(),
+        *(torch.arange(n * 12.0).view(n, 12).t() for n in (3, 40, 2)),
+        torch.arange(40.0).to(torch.bfloat16)[::3],
+    ]
+    found = []
+    for each in tensors:
+        element = element_type(each.dtype)
+        assert element is not None
+        found.append(Leaf(each, element, tuple(each.shape)))
+    return [*found, bytes_leaf(b"abc"), bytes_leaf(np.arange(7.0))]
+
+
+def joined(pieces: list[memoryview]) -> bytes:
+    return b"".join(pieces)
+
+
+@pytest.mark.parametrize("block_bytes", [512, 10_000, 16 << 20])
+def test_pieces_are_the_bytes_in_order_also_where_all_are_kept(
+    block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "_BLOCK_BYTES", block_bytes)
+    expected = joined([piece for leaf in leaves() for piece in leaf.buffers()])
+    assert joined(list(pieces_of(leaves()))) == expected
+    changed = leaves()
+    assert isinstance(changed[2].source, torch.Tensor)
+    changed[2].source[7, 5] += 1
+    assert joined(list(pieces_of(changed))) != expected
+
+
+def test_blocks_are_copied_before_they_are_used() -> None:
+    made = leaves()[2:4]
+    assert isinstance(made[0].source, torch.Tensor)
+    expected = joined(list(pieces_of(made)))
+    pieces = pieces_of(made)
+    first = next(pieces)
+    made[0].source.zero_()
+    assert joined([first, *pieces]) == expected
+
+
+def test_the_parts_of_a_block_have_at_most_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "_BLOCK_BYTES", 1000)
+    blocks = list(copying._blocks_of([torch.arange(700.0).view(7, 100).t(), torch.ones(30).t()]))
+    sizes = [[part.nbytes for part in block] for block in blocks]
+    assert all(0 < sum(each) <= 1000 for each in sizes)
+    assert sum(map(sum, sizes)) == 2800 + 120
+    assert sizes[-1] == [840, 120]  # two tensors share a block
+
+
+def test_a_copy_that_is_interrupted_raises_the_error() -> None:
+    copies = copying.TensorCopies()
+    with pytest.raises(KeyboardInterrupt), copies.launching():
+        raise KeyboardInterrupt

@@ -563,11 +563,13 @@ def _builtin_base(value: Any) -> Any:
 
 
 def device_of(objects: Iterable[Any]) -> torch.device | None:
-    """The device of the first parameter or buffer of a model."""
+    """The device of the first parameter or buffer of a model; without one, the accelerator's."""
     modules = (each for each in objects if isinstance(each, nn.Module))
     tensors = (t for m in modules for group in (m.parameters(), m.buffers()) for t in group)
     first = next(tensors, None)
-    return None if first is None else first.device
+    if first is not None:
+        return first.device
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def _is(value: Any, name: str) -> bool:

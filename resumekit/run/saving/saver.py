@@ -20,6 +20,7 @@ from resumekit.progress_display import show_progress
 from resumekit.run.agreement import ComponentGroups
 from resumekit.run.progress import Progress
 from resumekit.run.saving.frozen_links import FrozenLinks, finish_comparing, link, with_frozen
+from resumekit.run.saving.gpus import wait_for_gpus
 from resumekit.run.saving.in_flight import CopySize, SaveInFlight
 from resumekit.run.saving.job import Payloads, SaveJob
 from resumekit.run.saving.shard_planner import ShardPlanner, directory_of
@@ -198,9 +199,12 @@ class Saver:
         self.world.on_first(lambda: job.commit(entry for files in written for entry in files))
 
     def _payloads(self) -> list[Payload | ShardedPayload | ExtraFiles]:
+        wait_for_gpus()  # a state_dict() may read values that another stream still copies
         encoded: list[Payload | ExtraFiles] = []
         self.world.everywhere(lambda: encoded.extend([*self._encode(), *self._files()]))
-        return [*encoded, *self._shard_planner.payloads()]
+        payloads = [*encoded, *self._shard_planner.payloads()]
+        wait_for_gpus()  # what a state_dict() has launched; mostly nothing
+        return payloads
 
     def _files(self) -> list[ExtraFiles]:
         if not self.world.is_first:

@@ -6,15 +6,12 @@ import os
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from resumekit.errors import SaveError
-from resumekit.log import logger
 from resumekit.run.saving.available_memory import available_memory
 from resumekit.run.saving.frozen_links import AnyPayload
-from resumekit.storage import HostBuffer, address_of
+from resumekit.run.saving.pinned_memory import snapshot_buffer
+from resumekit.storage import HostBuffer
 
 _SPARE = 64  # a 64th more than needed: a list in the state that grows must not cost new pages
 _LEFT_FREE = 10  # a tenth of the available memory stays free for the training
@@ -32,7 +29,6 @@ class Snapshot:
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
         self._buffer: HostBuffer | None = None
-        self._is_pinned = False
         forget = weakref.WeakMethod(self._forget)
         os.register_at_fork(after_in_child=lambda: (forget() or _nothing)())
 
@@ -103,42 +99,25 @@ class Snapshot:
         """Gives the memory back, the part that is still in use with its last user."""
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
-            if self._is_pinned:
-                _cudart().cudaHostUnregister(address_of(buffer.view))
-                self._is_pinned = False
             buffer.release()
 
     def _allocate(self, num_bytes: int) -> None:
         try:
-            self._buffer = HostBuffer(num_bytes)
+            self._buffer = snapshot_buffer(num_bytes)
         except OSError as error:
             raise SaveError(
                 "the snapshot of an asynchronous save",
                 found=f"no {num_bytes:,} bytes of memory: {error.strerror}",
                 remedy="Pass async_save=False",
             ) from error
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            self._pin(self._buffer.view)
-
-    def _pin(self, view: memoryview) -> None:
-        """Registers the memory with the driver: only then does a copy from a GPU run by itself."""
-        result = _cudart().cudaHostRegister(address_of(view), view.nbytes, 0)
-        self._is_pinned = int(result) == 0
-        if not self._is_pinned:
-            logger.debug("the snapshot is not pinned: cudaHostRegister returned %s", result)
 
     def _forget(self) -> None:
         # In a forked child, which does not have the memory: others may get its addresses.
         self._buffer = None
-        self._is_pinned = False
 
 
 def _with_spare(num_bytes: int) -> int:
     return num_bytes + num_bytes // _SPARE
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch 2.13
 
 
 def _nothing() -> None:
