@@ -158,7 +158,7 @@ class World:
 
         Raises:
             ConfigurationError: the launcher announces several ranks and nobody has called
-                ``init_process_group`` yet.
+                ``init_process_group`` yet, or gloo cannot connect the ranks.
         """
         if not (dist.is_available() and dist.is_initialized()):
             announced = int(os.environ.get("WORLD_SIZE", "1"))
@@ -181,13 +181,15 @@ class World:
 
         Args:
             groups: the same on all ranks; every rank is in one of them.
+
+        Raises:
+            ConfigurationError: gloo cannot connect the ranks.
         """
         mine = self
         for ranks in groups:
             group = None
             if len(ranks) > 1:
-                timeout = timedelta(seconds=self.timeout_seconds)
-                group = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
+                group = _gloo_group(ranks, self.timeout_seconds)
             if self.rank in ranks:
                 mine = replace(self, group=group, ranks=ranks)
         return mine
@@ -365,6 +367,28 @@ def who_said(said: Sequence[str] | Mapping[int, str]) -> str:
         f"rank{'s' if len(who) > 1 else ''} {', '.join(who)}: {value}"
         for value, who in ranks.items()
     )
+
+
+def _gloo_group(ranks: Sequence[int], timeout_seconds: float) -> Any:
+    """A new gloo group. Collective over all ranks of the job.
+
+    Raises:
+        ConfigurationError: torch was built without gloo, or gloo cannot connect the ranks.
+    """
+    try:
+        return dist.new_group(
+            list(ranks), backend="gloo", timeout=timedelta(seconds=timeout_seconds)
+        )
+    except RuntimeError as error:  # of the build, of the name of an interface, of a connection
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        raise ConfigurationError(
+            "torch.distributed",
+            found=f"no gloo group with GLOO_SOCKET_IFNAME={interface!r} "
+            f"({str(error).strip().splitlines()[-1]})",
+            expected="gloo on all ranks, beside the backend of the training",
+            remedy="Set GLOO_SOCKET_IFNAME to the network interface between the nodes, "
+            "as NCCL_SOCKET_IFNAME",
+        ) from error
 
 
 @contextmanager

@@ -324,19 +324,33 @@ def trace(
 def rng_digests() -> dict[str, str]:
     """Digests of the state of every global random number generator, by name.
 
-    Names are ``python``, ``numpy``, ``torch`` and ``cuda:0`` and so on, the last only for a process
-    that uses CUDA already (asking would otherwise start a context).
+    Names are ``python``, ``numpy``, ``torch`` and those of ``device_states``.
     """
-    digests = {
+    return {
         "python": _python_digest(),
         "numpy": _numpy_digest(),
         "torch": _digest(torch.get_rng_state().numpy().tobytes()),
+        **{name: _digest(state) for name, state in device_states().items()},
     }
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no hints for it
-        for index in range(torch.cuda.device_count()):
-            state = torch.cuda.get_rng_state(index)
-            digests[f"cuda:{index}"] = _digest(state.numpy().tobytes())
-    return digests
+
+
+def device_states() -> dict[str, bytes]:
+    """The RNG state of each device of the accelerator, as ``cuda:0`` or ``xpu:1``.
+
+    Only for a process that uses it already; asking would otherwise start a context. The judge of a
+    resume reads the states by code of its own, so that a mistake of the capture shows.
+    """
+    device = torch.accelerator.current_accelerator()
+    module: Any = None if device is None else getattr(torch, device.type, None)
+    if not hasattr(module, "get_rng_state") or not getattr(module, "is_initialized", _yes)():
+        return {}
+    states = (module.get_rng_state(index) for index in range(module.device_count()))
+    return {f"{device}:{i}": state.numpy().tobytes() for i, state in enumerate(states)}
+
+
+def _yes() -> bool:
+    """Of a module that does not report whether it is in use, as that of MPS."""
+    return True
 
 
 def _python_digest() -> str:

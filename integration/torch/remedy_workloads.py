@@ -27,6 +27,8 @@ def train(
     rank = int(os.environ.get("RANK", "0"))
     if about != "no group" and world_size > 1:
         torch.distributed.init_process_group("gloo")
+    if about == "interface":
+        os.environ["GLOO_SOCKET_IFNAME"] = "nonexistent"
     torch.manual_seed(0)
     is_wrong = about if rank == 1 else ""
     model = nn.Linear(2, 1)

@@ -35,6 +35,11 @@ def launch(kit: Kit, where: Path, *, world_size: int = 2, **arguments: Any) -> s
             ("step", "Call step() once for each optimizer step, on every rank"),
             ("replicas", "Synchronise it, or {}"),
             ("group", "Give every rank the group of the ranks that take different data"),
+            (
+                "interface",
+                "Set GLOO_SOCKET_IFNAME to the network interface between the nodes, "
+                "as NCCL_SOCKET_IFNAME",
+            ),
             ("no group", "Call init_process_group before the Checkpointer is made"),
         )
     ],

@@ -21,7 +21,14 @@ from resumekit.capture.ddp_buckets import (
 from resumekit.capture.extras import AttributeState, Extras, KnownObjects
 from resumekit.capture.fingerprint import Difference, Severity, differences, fingerprint
 from resumekit.capture.fsdp1 import FlatModelState
-from resumekit.capture.global_rng import PYTHON_WORDS, NumpyState, PythonState
+from resumekit.capture.global_rng import (
+    PYTHON_WORDS,
+    NumpyState,
+    PythonState,
+    accelerator_in_use,
+    read_devices,
+    set_device_state,
+)
 from resumekit.capture.gradients import (
     AccumulatedGradients,
     gradient_components,
@@ -124,6 +131,7 @@ __all__ = [
     "Severity",
     "UserState",
     "Walk",
+    "accelerator_in_use",
     "attribute_components",
     "attributes_set_by",
     "bucket_components",
@@ -160,11 +168,13 @@ __all__ = [
     "parameter_components",
     "part_of",
     "rank_buffer_components",
+    "read_devices",
     "refuse",
     "registered_components",
     "require_fields",
     "require_gradients",
     "restore_groups",
+    "set_device_state",
     "set_generator_state",
     "slot_of",
     "state_components",

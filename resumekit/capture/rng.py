@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from resumekit.capture.global_rng import PYTHON_WORDS, NumpyState, PythonState, python_state
+from resumekit.capture.global_rng import (
+    PYTHON_WORDS,
+    SEED_AND_OFFSET,
+    DeviceStates,
+    NumpyState,
+    PythonState,
+    python_state,
+    read_devices,
+    restore_devices,
+    unreadable_accelerator,
+)
 from resumekit.capture.restore import Mismatch, describe, refuse, require_fields
 from resumekit.distributed import WorldChange
-from resumekit.errors import DeclarationError
-from resumekit.state import ComponentState
+from resumekit.errors import DeclarationError, StateMismatchError
+from resumekit.state import ComponentState, Fidelity
 
 _REMEDY = "Hand over the same generators under the same names as when the checkpoint was written"
 
@@ -25,13 +36,16 @@ GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, 
 
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
-# torch 2.13 CUDAGeneratorImpl.cpp get_state: eight bytes of seed, eight bytes of offset.
-_CUDA_STATE_BYTES = 16
 _SEED_BYTES = 8
+
+# The states of an accelerator's devices are a list under its type, in this entry with the index of
+# the current device: "cuda:1". Older checkpoints, and those without an accelerator, have none.
+_CURRENT = "current_device"
+_DEVICE = re.compile(r"(\w+):(\d+)", re.ASCII)
 
 
 class RngState(ComponentState):
-    """The RNG state of this process: Python, NumPy, torch on the CPU and every CUDA device.
+    """The RNG state of this process: Python, NumPy, torch on the CPU and each accelerator device.
 
     Args:
         generators: more generators by name, for instance a loader's.
@@ -62,7 +76,8 @@ class RngState(ComponentState):
             "python": self._python.read(),
             "numpy": self._numpy.read(),
             "torch": torch.default_generator.get_state(),
-            "cuda": [generator.get_state() for generator in _cuda_generators()],
+            "cuda": [],
+            **_device_entries(),
             "generators": {
                 name: generator_state(generator) for name, generator in self.generators.items()
             },
@@ -86,6 +101,10 @@ class RngState(ComponentState):
         ]
         pairs = [(name, state[name], live[name]) for name in ("python", "numpy", "torch")]
         pairs += [(name, then[name], now[name]) for name in now if name in then]
+        saved, here = _saved_devices(state), _saved_devices(live)
+        if saved.kind == here.kind:
+            devices = zip(saved.states, here.states, strict=False)
+            pairs += [(f"{saved.kind}:{index}", *pair) for index, pair in enumerate(devices)]
         mismatches += [
             Mismatch(name, _kind(saved), f"{_kind(live_state)}, as in this run")
             for name, saved, live_state in pairs
@@ -97,17 +116,28 @@ class RngState(ComponentState):
         """Restores every generator.
 
         Returns:
-            Messages about CUDA devices on one side only, and about NumPy seed sequences whose
+            Messages about devices on one side only, and about NumPy seed sequences whose
             ``spawn()`` gives other children.
         """
         set_python_state(random, state["python"])
         np.random.set_state(state["numpy"])
         torch.default_generator.set_state(state["torch"])
-        messages = _restore_cuda(state["cuda"])
+        messages = restore_devices(_saved_devices(state))
         for name, saved in state["generators"].items():
             message = set_generator_state(self.generators[name], saved)
             messages += [f"{name}: {message}"] if message else []
         return tuple(messages)
+
+    @property
+    def fidelity(self) -> tuple[Fidelity, str] | None:
+        """Lost where an accelerator in use has generators that nothing can read."""
+        kind = unreadable_accelerator()
+        if not kind:
+            return None
+        return Fidelity.LOST, (
+            f"the generators of {kind} devices are not saved: torch.{kind} has no get_rng_state "
+            "and set_rng_state; draw on the CPU instead"
+        )
 
     def resplit_state_dict(
         self, states: Mapping[int, Mapping[str, Any]], change: WorldChange
@@ -125,16 +155,41 @@ class RngState(ComponentState):
         return _unflat(found, states[0]), (message,)
 
 
+def _device_entries() -> dict[str, Any]:
+    devices = read_devices()
+    if devices is None:
+        return {}
+    return {devices.kind: devices.states, _CURRENT: f"{devices.kind}:{devices.current}"}
+
+
+def _saved_devices(state: Mapping[str, Any]) -> DeviceStates:
+    """The states of devices; raises StateMismatchError where the current device has none."""
+    name = state.get(_CURRENT)
+    if name is None:
+        return DeviceStates("cuda", None, state["cuda"])
+    match = _DEVICE.fullmatch(name) if isinstance(name, str) else None
+    states = state.get(match[1]) if match else None
+    if match is None or not isinstance(states, list) or int(match[2]) >= len(states):
+        raise StateMismatchError(
+            f"rng: {_CURRENT}", found=repr(name), expected="a device with a state in the checkpoint"
+        )
+    return DeviceStates(match[1], int(match[2]), states)
+
+
 def _flat(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Every generator's state by name."""
-    common = {name: each for name, each in state.items() if name != "generators"}
-    common = {name: each for name, each in common.items() if name != "cuda" or each}
+    """Every generator's state by name; those of devices as a list, the current one first."""
+    common = {name: each for name, each in state.items() if name not in ("generators", _CURRENT)}
+    devices = _saved_devices(state)
+    common[devices.kind] = devices.current_first()
+    common = {name: each for name, each in common.items() if type(each) is not list or each}
     return {**common, **{f"generator {name}": one for name, one in state["generators"].items()}}
 
 
 def _unflat(flat: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
     private = {name: flat[f"generator {name}"] for name in like["generators"]}
     common = {name: flat.get(name, like[name]) for name in like if name != "generators"}
+    if _CURRENT in common:
+        common[_CURRENT] = f"{_saved_devices(like).kind}:0"  # as _flat orders them
     return {**common, "generators": private}
 
 
@@ -147,24 +202,6 @@ def _kind(state: Any) -> str:
     if "bit_generator" in state:
         return f"the state of a {state['bit_generator']}"
     return f"the state of a Python generator, version {state.get('version')}"
-
-
-def _cuda_generators() -> tuple[torch.Generator, ...]:
-    # Reading the states before CUDA is in use would create a context on every device.
-    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch 2.13
-    return torch.cuda.default_generators if is_used else ()
-
-
-def _restore_cuda(saved: list[torch.Tensor]) -> list[str]:
-    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for index, state in enumerate(saved[:num_devices]):
-        torch.cuda.set_rng_state(state, index)  # queued by torch until CUDA is in use
-    if saved and len(saved) != num_devices:
-        return [
-            f"the checkpoint has the random state of {len(saved)} CUDA devices, here are "
-            f"{num_devices}: draws on a device differ where it has no counterpart"
-        ]
-    return []
 
 
 def generator_state(generator: AnyGenerator) -> Any:
@@ -282,8 +319,9 @@ def _derived(state: Any, name: str) -> Any:
 
 
 def _torch_state(state: torch.Tensor, seed: int) -> torch.Tensor:
-    if state.numel() != _CUDA_STATE_BYTES:
-        return torch.Generator().manual_seed(seed).get_state()
+    if state.numel() != SEED_AND_OFFSET.size:
+        seeded = torch.Generator().manual_seed(seed).get_state()
+        return seeded if seeded.shape == state.shape else state  # of MPS
     seed_bytes = bytearray(seed.to_bytes(_SEED_BYTES, "little"))
     return torch.cat([torch.frombuffer(seed_bytes, dtype=torch.uint8), state[_SEED_BYTES:]])
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, MapDataPipe, Subset, get_worker_info
 
+from resumekit.capture import accelerator_in_use
 from resumekit.data.keys import (
     CountingDigest,
     Keys,
@@ -293,8 +294,9 @@ class KeyedFetch(ReplacedDataset):
         if self._has_looked:
             return ""
         self._has_looked = True
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch 2.13
-            return "random numbers on CUDA devices in workers; draw them in the training loop"
+        kind = accelerator_in_use(if_unknown=False)
+        if kind:
+            return f"random numbers on {kind} devices in workers; draw them in the training loop"
         return unkeyed_reason(
             nested_generators({"dataset": self.dataset, "collate_fn": self.collate})
         )

@@ -354,7 +354,7 @@ def _for_new_rank(
     if position.get("before"):
         before = _each(counterparts, "before")
         common = {
-            each: {k: v for k, v in state.items() if k not in ("generators", "cuda")}
+            each: {name: state[name] for name in ("python", "numpy", "torch")}
             for each, state in before.items()
         }
         generators = _renewed(_each(before, "generators"), rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from itertools import count
@@ -11,7 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from resumekit.capture import PYTHON_WORDS, NumpyState, PythonState
+from resumekit.capture import (
+    PYTHON_WORDS,
+    NumpyState,
+    PythonState,
+    read_devices,
+    set_device_state,
+)
 
 # random.Random: 624 words and a position, then half of a pair of normal numbers, if there is one.
 _PYTHON = struct.Struct("<2500s?d")
@@ -19,7 +26,8 @@ _PYTHON_VERSION = 3
 # The twister's key, then its position, and half of a pair of normal numbers, if there is one.
 _NUMPY = struct.Struct("<2496sqqd")
 _TWISTER = "MT19937"
-_CUDA = "cuda:"
+# A device, and the index of the current device, which older checkpoints do not have: "cuda:1@1".
+_DEVICE = re.compile(r"(\w+):(\d+)(?:@(\d+))?", re.ASCII)
 
 
 class StateReader:
@@ -35,7 +43,7 @@ class StateReader:
         """The states, by name; of a generator that drew nothing the same object as before.
 
         Args:
-            devices: whether the CUDA devices' are among them, once CUDA is in use.
+            devices: whether those of an accelerator are among them, once it is in use.
         """
         python, numpy = self._python.read(), self._numpy.read()
         if python is not self._read[0]:
@@ -49,9 +57,10 @@ class StateReader:
         if state != self._torch:
             self._torch = state
         states = {**self._host, "torch": self._torch}
-        if devices and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch 2.13
-            for index, generator in enumerate(torch.cuda.default_generators):
-                states[f"{_CUDA}{index}"] = generator.get_state().numpy().tobytes()
+        found = read_devices() if devices else None
+        if found is not None:
+            for index, each in enumerate(found.states):
+                states[f"{found.kind}:{index}@{found.current}"] = each.numpy().tobytes()
         return states
 
 
@@ -61,7 +70,10 @@ def read_states(*, devices: bool = True) -> dict[str, bytes]:
 
 
 def write_states(states: Mapping[str, bytes]) -> None:
-    """Sets the generators that are named; leaves the others as they are."""
+    """Sets the generators that are named; leaves the others as they are.
+
+    The states of devices that are not here are left out: the component ``rng`` reports them.
+    """
     for name, state in states.items():
         if name == "python":
             words, has_half, half = _PYTHON.unpack(state)
@@ -72,8 +84,9 @@ def write_states(states: Mapping[str, bytes]) -> None:
             np.random.set_state((_TWISTER, np.frombuffer(key, dtype=np.uint32).copy(), *rest))
         elif name == "torch":
             torch.default_generator.set_state(_tensor(state))
-        else:
-            torch.cuda.set_rng_state(_tensor(state), int(name.removeprefix(_CUDA)))
+        elif device := _DEVICE.fullmatch(name):
+            kind, index, then = device.groups()
+            set_device_state(kind, int(index), int(then) if then else None, _tensor(state))
 
 
 def _pack_python(state: Mapping[str, Any]) -> bytes:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import struct
 import sys
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import xxhash
 from numpy.typing import NDArray
 
@@ -60,7 +64,7 @@ class Record(NamedTuple):
         rng_torch: digest of torch's CPU random state.
         rng_host: digest of the states of Python's and NumPy's global generators and of the
             generators that the user named.
-        rng_devices: digest of the random state of every CUDA device.
+        rng_devices: digest of the random states of the accelerator's devices, the current first.
         lr_digest: digest of the learning rates of all param groups.
         lr: the learning rate of the first param group.
         loss: the loss that was given to ``step()``.
@@ -163,6 +167,9 @@ CHANGED_BETWEEN = "the run was changed in between"
 # The entry of ``Header.code`` that is no source file.
 COMMAND = "command line"
 
+# The entry of ``Header.environment`` with the GPUs that the rank sees, if it trains on one.
+GPUS = "gpus"
+
 
 @dataclass(frozen=True)
 class Header:
@@ -183,7 +190,8 @@ class Header:
         options: options and loop settings that change what a step does.
         geometry: batch geometry by loader.
         code: digests of the source files that the run has loaded, by path, and of the command line.
-        environment: device type, thread count, versions: what the bits of a loss depend on.
+        environment: device type, thread count, versions, settings of GPUs: what the bits of a loss
+            depend on.
         excluded: components that the resume did not load, because ``exclude`` names them or the
             checkpoint lacks them.
         fed_by: the class of a model that training changes and a replayed stream uses, so that no
@@ -262,13 +270,17 @@ def loss_is_comparable(then: Header, now: Header) -> str:
         return f"{name} {then.environment.get(name)} -> {now.environment.get(name)}"
     is_cpu = str(now.environment.get("device")) == "cpu"
     if not (is_cpu or now.environment.get("deterministic")):
-        return "no deterministic algorithms on this device"
+        return "this device repeats bits only with torch.use_deterministic_algorithms(True)"
     return ""
 
 
 def same_device(then: Header, now: Header) -> bool:
-    """Whether both attempts used one type of device; each type has its own generators."""
-    return bool(then.environment.get("device") == now.environment.get("device"))
+    """Whether both attempts used the same devices; each has its own generator.
+
+    A journal that does not name the GPUs has another order of their states.
+    """
+    names = ("device", GPUS)
+    return all(then.environment.get(name) == now.environment.get(name) for name in names)
 
 
 def _differ(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -341,15 +353,79 @@ def environment(optimizers: Iterable[Any]) -> dict[str, Any]:
         if isinstance(parameter, torch.Tensor)
     }
     device = "+".join(sorted(devices)) or "cpu"
+    of_gpus = {}
     if "cuda" in devices:
         device = f"cuda ({torch.cuda.get_device_name()})"
+        of_gpus = gpu_settings()
+    is_warning = torch.is_deterministic_algorithms_warn_only_enabled()  # and nothing else
     return {
         "device": device,
         "threads": torch.get_num_threads(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled() and not is_warning,
         "processor": _processor(),
         **_versions(),
+        **of_gpus,
     }
+
+
+# cuBLAS and NCCL choose their algorithms by these; the number of ranks on a node decides how NCCL
+# sums over them.
+_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO", "LOCAL_WORLD_SIZE")
+
+
+def gpu_settings() -> dict[str, Any]:
+    """What the bits of a result on a GPU depend on beside the device and the versions."""
+    devices = range(torch.cuda.device_count())
+    gpus = Counter(torch.cuda.get_device_name(index) for index in devices)
+    cudnn = torch.backends.cudnn
+    found: dict[str, Any] = {
+        GPUS: ", ".join(f"{number} x {name}" for name, number in sorted(gpus.items())),
+        "driver": _driver(),
+        "cudnn": str(cudnn.version()),  # type: ignore[no-untyped-call]  # torch 2.13
+        "cudnn.benchmark": cudnn.benchmark,
+        "cudnn.deterministic": cudnn.deterministic,
+        **float32_precisions(),
+        **{name: os.environ.get(name, "") for name in _VARIABLES},
+    }
+    if dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend_config():
+        version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # torch 2.13
+        found["NCCL"] = ".".join(map(str, version))
+    return found
+
+
+_FLOAT32_BACKENDS = (
+    "cuda.matmul",
+    "cudnn.conv",
+    "cudnn.rnn",
+    "mkldnn.matmul",
+    "mkldnn.conv",
+    "mkldnn.rnn",
+)
+
+
+def float32_precisions() -> dict[str, Any]:
+    """The precision of products of float32 numbers, by the settings' names: torch 2.9's, or former.
+
+    Once a script has set a new one, torch 2.13 raises RuntimeError where a former one is read.
+    """
+    if hasattr(torch.backends, "fp32_precision"):
+        names = [f"{backend}.fp32_precision" for backend in _FLOAT32_BACKENDS]
+        return {f"torch.backends.{name}": attrgetter(name)(torch.backends) for name in names}
+    return {
+        "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
+        "torch.backends.cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
+    }
+
+
+@cache
+def _driver() -> str:
+    """The version of the NVIDIA driver; empty where the system does not show it."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return ""
+    match = re.search(r"\d+\.\d+[.\d]*", text)
+    return match[0] if match else ""
 
 
 def _versions() -> dict[str, str]:

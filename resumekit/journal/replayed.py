@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from resumekit.journal.comparison import Comparison
 from resumekit.journal.files import Attempt
-from resumekit.journal.records import Header
+from resumekit.journal.records import GPUS, Header
 
 
 def replayed(now: Header, recorded: Sequence[Attempt]) -> Comparison:
@@ -32,7 +32,10 @@ def replayed(now: Header, recorded: Sequence[Attempt]) -> Comparison:
 
 
 def _without_changes(header: Header) -> Header:
-    device = {"device": header.environment.get("device"), "deterministic": True}
+    kept = {
+        name: header.environment[name] for name in ("device", GPUS) if name in header.environment
+    }
+    environment = {**kept, "deterministic": True}
     return replace(
-        header, lineage=(), options={}, geometry={}, code={}, environment=device, excluded=()
+        header, lineage=(), options={}, geometry={}, code={}, environment=environment, excluded=()
     )

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import xxhash
 
-from resumekit.capture import NumpyState, PythonState, generator_state
+from resumekit.capture import NumpyState, PythonState, generator_state, read_devices
 from resumekit.serialization import state_digest
 
 _MASK = 2**64 - 1
@@ -141,12 +141,13 @@ class RandomStates:
         return host
 
     def devices(self) -> int | None:
-        """Of every CUDA device; None while CUDA is not in use: asking would start a context."""
-        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch 2.13
+        """Of every device, the current one first; None while no accelerator is in use."""
+        found = read_devices()
+        if found is None:
             return None
         digest = xxhash.xxh3_64()
-        for generator in torch.cuda.default_generators:
-            digest.update(generator.get_state().numpy().data)
+        for state in found.current_first():
+            digest.update(state.numpy().data)
         return digest.intdigest()
 
 

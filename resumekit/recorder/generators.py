@@ -13,17 +13,20 @@ import numpy as np
 import torch
 import xxhash
 
+from resumekit.tracing import device_states
+
 # torch 2.13 aten/src/ATen/CPUGeneratorImpl.cpp CPUGeneratorImplStateLegacy: seed, left, seeded,
 # next, then the words.
 _CPU_HEADER = struct.Struct("<QiiQ")
 _NUM_WORDS = 624
+_SEED_AND_OFFSET = struct.Struct("<QQ")
 
 
 def rng_positions() -> dict[str, tuple[str, int]]:
     """A digest of each generator's words, and the index of the next one, by its name.
 
-    Names are those of ``rng_digests``. Of CUDA's generators it is the seed and the offset. A
-    generator of another kind is left out.
+    Names are those of ``rng_digests``. Of CUDA's and XPU's generators it is the seed and the
+    offset. A generator of another kind is left out.
     """
     _, words, _ = random.getstate()
     block = struct.pack(f"{_NUM_WORDS}I", *words[:-1])
@@ -36,10 +39,9 @@ def rng_positions() -> dict[str, tuple[str, int]]:
     _, _, _, following = _CPU_HEADER.unpack_from(cpu)
     words_of_cpu = cpu[_CPU_HEADER.size : _CPU_HEADER.size + 8 * _NUM_WORDS]
     positions["torch"] = (xxhash.xxh3_64_hexdigest(words_of_cpu), following)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no hints
-        for index in range(torch.cuda.device_count()):
-            # c10/cuda CUDAGeneratorImpl.cpp: the seed and the offset, 8 bytes each.
-            state_of_gpu = torch.cuda.get_rng_state(index).numpy().tobytes()
-            seed, offset = struct.unpack_from("<QQ", state_of_gpu)
-            positions[f"cuda:{index}"] = (str(seed), offset)
+    for name, of_device in device_states().items():
+        # CUDAGeneratorImpl.cpp, XPUGeneratorImpl.cpp: the seed and the offset, 8 bytes each.
+        if len(of_device) == _SEED_AND_OFFSET.size:
+            seed, offset = _SEED_AND_OFFSET.unpack(of_device)
+            positions[name] = (str(seed), offset)
     return positions

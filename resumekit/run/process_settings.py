@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from resumekit.journal import float32_precisions
 from resumekit.state import CaptureLine, Fidelity
 
 _BACKENDS = (
-    *("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic", "cudnn.allow_tf32"),
-    *("cuda.matmul.allow_tf32", "cuda.matmul.allow_fp16_reduced_precision_reduction"),
-    *("cuda.matmul.allow_bf16_reduced_precision_reduction", "opt_einsum.enabled"),
+    *("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic", "opt_einsum.enabled"),
+    "cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "cuda.matmul.allow_bf16_reduced_precision_reduction",
 )
 
 # What decides results: each by what reads it.
@@ -29,7 +30,6 @@ _SETTINGS: Mapping[str, Callable[[], Any]] = {
     "numpy.geterr()": np.geterr,
     "torch.get_default_dtype()": torch.get_default_dtype,
     "torch.get_num_threads()": torch.get_num_threads,
-    "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision,
     "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled,
     "torch.backends.cuda.flash_sdp_enabled()": torch.backends.cuda.flash_sdp_enabled,
     "torch.backends.cuda.math_sdp_enabled()": torch.backends.cuda.math_sdp_enabled,
@@ -44,7 +44,7 @@ class ProcessSettings:
     """The settings, and the environment variables, as they are when this is made."""
 
     def __init__(self) -> None:
-        self._values = {name: read() for name, read in _SETTINGS.items()}
+        self._values = _read()
         self._environment = dict(os.environ)
 
     def lines(self, code: Iterable[CodeType]) -> Iterator[CaptureLine]:
@@ -53,8 +53,8 @@ class ProcessSettings:
         Args:
             code: of the user's; only the environment variables that it names are looked at.
         """
-        for name, value in self._values.items():
-            now = _SETTINGS[name]()
+        for name, now in _read().items():
+            value = self._values[name]
             if now != value:
                 reason = f"training changed it from {value} to {now}; set it before the loop"
                 yield CaptureLine(name, Fidelity.LOST, reason)
@@ -63,6 +63,10 @@ class ProcessSettings:
         for name in sorted(changed & named):
             reason = "training changed this environment variable; keep the value in a variable"
             yield CaptureLine(f"os.environ.{name}", Fidelity.LOST, reason)
+
+
+def _read() -> dict[str, Any]:
+    return {**{name: read() for name, read in _SETTINGS.items()}, **float32_precisions()}
 
 
 def _texts_in(code: CodeType) -> Iterator[str]:

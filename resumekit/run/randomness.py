@@ -9,7 +9,7 @@ from typing import Any
 from resumekit.capture import RngState, generator_state, set_generator_state
 from resumekit.data import DataPosition, Feed, Source
 from resumekit.distributed import WorldChange
-from resumekit.state import ComponentState
+from resumekit.state import ComponentState, Fidelity
 
 _AT_EPOCH = "at_epoch"
 
@@ -37,6 +37,11 @@ class RandomState(ComponentState):
     def generators(self) -> Mapping[str, Any]:
         """The private generators that the user named."""
         return self._rng.generators
+
+    @property
+    def fidelity(self) -> tuple[Fidelity, str] | None:
+        """As of ``RngState``: lost where the generators of an accelerator cannot be read."""
+        return self._rng.fidelity
 
     def state_dict(self) -> dict[str, Any]:
         """The state of every generator but the loaders' own."""

@@ -32,6 +32,11 @@ def bit_generator(kind: Any, seed: int) -> np.random.Generator:
     return np.random.Generator(kind(seed))
 
 
+# A seed and an offset.
+CUDA_STATE, DRAWN_CUDA_STATE = (
+    torch.tensor([7, offset]).view(torch.uint8).clone() for offset in (0, 4)
+)
+
 MAKERS: dict[str, Callable[[int], Any]] = {
     "torch": lambda seed: torch.Generator().manual_seed(seed),
     "random": random.Random,
@@ -170,14 +175,45 @@ def test_what_has_no_state_to_save_is_refused_when_declared(given: Any) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is about a machine without CUDA")
-def test_cuda_devices_that_are_not_here_are_reported(stored: Any) -> None:
+@pytest.mark.parametrize("current", [{}, {"current_device": "cuda:1"}], ids=["older", "newer"])
+def test_cuda_devices_that_are_not_here_are_reported(stored: Any, current: dict[str, str]) -> None:
     saved = stored(RngState().state_dict())
     assert saved["cuda"] == []
-    saved["cuda"] = [torch.zeros(16, dtype=torch.uint8)] * 2
+    saved |= {"cuda": [CUDA_STATE, DRAWN_CUDA_STATE], **current}
     state = RngState()
     state.check_state_dict(saved)
     (message,) = state.load_state_dict(saved)
-    assert "2 CUDA devices, here are 0" in message
+    assert message.startswith("draws may differ on cuda:1: the checkpoint has")
+    assert message.endswith("here are 0")
+    saved["cuda"][1] = CUDA_STATE
+    assert state.load_state_dict(saved) == ()  # nothing was drawn on them
+
+
+@pytest.mark.parametrize("name", ["cuda:2", "cuda", "python:0", "xpu:0", 0])
+def test_a_current_device_without_a_state_is_refused(name: Any) -> None:
+    devices = {"cuda": [CUDA_STATE] * 2, "current_device": name}
+    with pytest.raises(StateMismatchError, match="current_device"):
+        RngState().check_state_dict({**RngState().state_dict(), **devices})
+
+
+def test_a_new_rank_gets_the_states_of_devices_with_the_current_one_first() -> None:
+    """Ranks that drew alike drew on different devices."""
+    common = RngState().state_dict()
+    states = {
+        rank: {**common, "cuda": devices, "current_device": f"cuda:{rank}"}
+        for rank, devices in enumerate(
+            ([DRAWN_CUDA_STATE, CUDA_STATE], [CUDA_STATE, DRAWN_CUDA_STATE])
+        )
+    }
+    found, (message,) = RngState().resplit_state_dict(states, WorldChange(2, 3, 2))
+    assert (
+        message
+        == "rng: rank 2 is new, it takes the random state that the former ranks had in common"
+    )
+    assert (found["cuda"], found["current_device"]) == (states[0]["cuda"], "cuda:0")
+    del states[1]["current_device"]  # then they did not draw alike
+    _, (message,) = RngState().resplit_state_dict(states, WorldChange(2, 3, 2))
+    assert message == "rng: rank 2 is new, its cuda derived from the random state of rank 0"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 
 from resumekit.capture import Holder as Root
 from resumekit.capture import UserState
+from resumekit.capture.user_state.value_types import Kind, kind_of_class
 from resumekit.errors import StateMismatchError
 from resumekit.state import Fidelity
 
@@ -284,6 +285,11 @@ def test_a_value_that_never_changed_stays_the_scripts(stored: Any) -> None:
     old.num, old.late = 7, 2
     assert passed_on(saved, live, stored) == ()
     assert (new.num, new.late, new.decay) == (7, 2, 0.5)
+
+
+def test_a_captured_cuda_graph_has_no_state() -> None:
+    """What it computes is in the tensors that each replay writes."""
+    assert kind_of_class(torch.cuda.CUDAGraph) is Kind.LEAF
 
 
 def test_what_belongs_to_others_is_left_out() -> None:

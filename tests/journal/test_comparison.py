@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from resumekit.journal import LOSS, SAVE, WEIGHTS, Comparison, Has, Header, Record, worst
+from resumekit.journal import LOSS, SAVE, WEIGHTS, Comparison, Has, Header, Record, replayed, worst
 
 CPU = {"device": "cpu", "threads": 2, "deterministic": False, "torch": "2.13"}
 GPU = {**CPU, "device": "cuda (X)"}
@@ -178,7 +179,16 @@ def test_another_run_in_the_same_directory_is_not_compared() -> None:
     [
         (CPU, {**CPU, "threads": 4}, "threads 2 -> 4"),
         (CPU, {**CPU, "torch": "2.14"}, "torch 2.13 -> 2.14"),
-        (GPU, GPU, "no deterministic algorithms on this device"),
+        (
+            GPU,
+            GPU,
+            "this device repeats bits only with torch.use_deterministic_algorithms(True)",
+        ),
+        (
+            {**GPU, "deterministic": True, "driver": "580.1"},
+            {**GPU, "deterministic": True, "driver": "580.2"},
+            "driver 580.1 -> 580.2",
+        ),
     ],
 )
 def test_a_loss_alone_proves_nothing_on_another_machine(
@@ -214,6 +224,22 @@ def test_deterministic_algorithms_make_the_loss_of_a_gpu_a_proof() -> None:
 def test_on_another_device_random_states_are_not_compared() -> None:
     moved = replace(NOW, environment=GPU)
     assert compare([record(6, rng_torch=0)], header=moved).verdict.word == "identical"
+
+
+@pytest.mark.parametrize("gpus", [{"gpus": "8 x X"}, {}], ids=["other GPUs", "an older journal"])
+def test_on_other_gpus_the_states_of_their_generators_are_not_compared(gpus: Any) -> None:
+    drawn = record(6, rng_devices=1, has=ALL | Has.DEVICE_RNG)
+    then = replace(THEN, environment={**GPU, **gpus})
+    now = replace(NOW, environment={**GPU, "gpus": "4 x X"})
+    past = [drawn._replace(rng_devices=2)]
+    assert compare([drawn], then=then, header=now, past=past).verdict.word == "identical"
+    same = replace(then, environment=now.environment)
+    assert compare([drawn], then=same, header=now, past=past).verdict.word == "different"
+    for former, word in ((then, "identical"), (same, "different")):
+        attempt: Any = SimpleNamespace(header=former, records=lambda after: past)
+        comparison = replayed(now, [attempt])
+        comparison.add(drawn)
+        assert comparison.verdict.word == word
 
 
 def test_the_latest_attempt_that_is_comparable_counts() -> None:
