@@ -72,7 +72,8 @@ LAYERS: dict[str, set[str]] = {
     "recorder": {"tracing"},
     "prove": {"errors", "log", "cadence", "tracing", "launcher", "recorder", "attach"},
     "supervisor": {"errors", "storage", "journal", "launcher", "attach"},
-    "testing": {"errors", "log", "tracing", "storage", "journal", "launcher", "prove"},
+    # "adapters": the checks for a GPU train as a user's script does
+    "testing": {"errors", "log", "tracing", "storage", "journal", "launcher", "prove", "adapters"},
     "demo": {"errors", "log", "prove", "demo_script"},
     "demo_script": {"adapters"},  # it is written as a user's script
     "html_report": {
@@ -103,6 +104,7 @@ THIRD_PARTY: tuple[tuple[str, frozenset[str]], ...] = (
     ("resumekit/prove/report", NUMERICS | TERMINAL),
     # Test files inherit it. It is loaded when it is asked for, and pytest with it.
     ("resumekit/testing/suite.py", TEST_RUNNER),
+    ("resumekit/testing/gpu_", NUMERICS | {"transformers", "accelerate", "lightning"}),
     ("resumekit/frameworks/deepspeed", NUMERICS | {"deepspeed"}),
     ("resumekit/", NUMERICS),
 )
