@@ -256,7 +256,7 @@ def read_devices() -> DeviceStates | None:
     Reading the states before would create a context on every device.
     """
     kind = accelerator_in_use(if_unknown=True)
-    module: Any = getattr(torch, kind, None)
+    module: Any = getattr(torch, kind, None) if kind else None  # torch takes long for no name
     if not _is_readable(module):
         return None
     states = [module.get_rng_state(index) for index in range(module.device_count())]
