@@ -49,6 +49,7 @@ class Job:
             optimizer=self.optimizer,
             save_every=None,
             leave_on=(),
+            loop_variables="off",  # another line requests the batch after the save
             **options,
         )
         loader = DataLoader(TensorDataset(torch.arange(8)))
