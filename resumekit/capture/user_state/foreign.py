@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Container, Iterable, Iterator, Mapping, Set
 from functools import cached_property
 from typing import Any
 
@@ -32,12 +32,18 @@ class Foreign:
         given: the objects.
         holders: the roots; those with ``is_component`` are entered, and their tensors are foreign.
         named: those that a value may refer to, by the keys of their components.
+        made: the ids of objects that were not saved elsewhere at first: a part of a model that is
+            one of them is no part of it when a resumed launch begins.
     """
 
     def __init__(
-        self, given: Iterable[Any], holders: Iterable[Holder], named: Mapping[str, Any]
+        self,
+        given: Iterable[Any],
+        holders: Iterable[Holder],
+        named: Mapping[str, Any],
+        made: Container[int],
     ) -> None:
-        self._named = named
+        self._named, self._made = named, made
         self._keys = {id(each): key for key, each in named.items()}
         roots = [each.value for each in holders if each.is_component]
         self._inside = [module for root in roots for module in modules_in(root)]
@@ -94,7 +100,7 @@ class Foreign:
             f"{key}.{path}": part
             for key, each in modules.items()
             for path, part in (*each.named_modules(), *each.named_parameters())
-            if path
+            if path and id(part) not in self._made
         }
 
     @cached_property

@@ -311,7 +311,7 @@ class _Walker:
         ignore_floats: bool,
     ) -> None:
         self._scope, self._too_large, self._former = scope, too_large, former
-        self._foreign = Foreign(scope.foreign(), holders.values(), scope.named())
+        self._foreign = Foreign(scope.foreign(), holders.values(), scope.named(), former)
         self._found = Walk(self._foreign)
         self._is_of_library = False  # the object whose slots are looked at
         self._left_out: Collection[str] = ()  # its attributes that a framework's adapter saves
