@@ -134,3 +134,10 @@ def test_without_a_gpu_nothing_is_registered_and_nothing_waited_for() -> None:
     assert used_gpus() == []
     wait_for_gpus()
     assert type(snapshot_buffer(SIZE)) is HostBuffer
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_torch_still_says_which_devices_have_a_context() -> None:
+    assert callable(torch._C._cuda_hasPrimaryContext)  # type: ignore[attr-defined]  # pinned
+    torch.zeros(1, device="cuda:0")
+    assert 0 in used_gpus()

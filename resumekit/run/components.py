@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any, TypeVar
 from weakref import WeakMethod
 
@@ -348,9 +349,10 @@ class RunComponents:
         """Models, optimizers, schedulers and the like, by the keys of their components."""
         given = (each for each in self.all if each.slot in _GIVEN)
         return {
-            each.key: next(iter(each.state.live_objects()), None)
+            each.key: found
             for each in given
             if not isinstance(each.stateful, UserState)
+            for found in islice(each.state.live_objects(), 1)
         }
 
     def uncaptured_parameters(self, *, are_complete: bool) -> Iterable[CaptureLine]:
