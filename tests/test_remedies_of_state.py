@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from followed_remedies import Remedy
 
 NUM_BATCHES = 4
+MANY_SAMPLES = 2**20  # no two draws from them agree by chance
 Body = Callable[[nn.Module, int], object]
 
 
@@ -33,8 +34,8 @@ def do_nothing(model: nn.Module, step: int) -> None:
 
 
 def numbers(sampler: Sampler[int] | None = None) -> DataLoader[Any]:
-    """So many batches of two."""
-    dataset: Any = range(2 * NUM_BATCHES)
+    """So many batches of two, of all samples or of those that a sampler draws."""
+    dataset: Any = range(MANY_SAMPLES if sampler else 2 * NUM_BATCHES)
     return DataLoader(dataset, batch_size=2, sampler=sampler)
 
 
@@ -239,17 +240,17 @@ class Drawing(Sampler[int]):
         return 2 * NUM_BATCHES
 
     def __iter__(self) -> Iterator[int]:
-        indices = ((self.draw(self.generator) + self.first) % len(self) for _ in range(len(self)))
+        indices = (self.draw(self.generator) + self.first for _ in range(len(self)))
         return indices if self.is_lazy else iter([*indices])
 
 
 def unrepeatable(generator: random.Random) -> int:
     """A number that no program draws twice."""
-    return secrets.randbelow(2**20)
+    return secrets.randbelow(MANY_SAMPLES // 2)
 
 
 def repeatable(generator: random.Random) -> int:
-    return generator.randrange(2**20)
+    return generator.randrange(MANY_SAMPLES // 2)
 
 
 def launch_with(directory: Path, sampler: Drawing, *, moves: bool = False, **options: Any) -> int:
