@@ -25,9 +25,9 @@ from resumekit.capture import (
     state_components,
 )
 from resumekit.capture.gradients import named_parameters
-from resumekit.distributed import WorldChange
 from resumekit.errors import ConfigurationError, StateMismatchError
 from resumekit.serialization import read_payload
+from resumekit.state import WorldChange
 from resumekit.storage import Manifest, Store
 
 ACCUMULATE = 4

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from resumekit.distributed import DataRanks, WorldChange
+from resumekit.distributed import DataRanks
 from resumekit.errors import StateMismatchError
 from resumekit.run.agreement import ComponentGroups
 from resumekit.run.resuming.state_origins import StateOrigins
-from resumekit.state import SharingPattern
+from resumekit.state import SharingPattern, WorldChange
 from resumekit.storage import ComponentRecord
 
 PAIRS = (0, 0, 1, 1)  # two ranks of a tensor-parallel group take the same data

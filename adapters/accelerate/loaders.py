@@ -16,10 +16,9 @@ from resumekit.data import (
     samplers_of,
     stateful_generators,
 )
-from resumekit.distributed import WorldChange
 from resumekit.errors import ConfigurationError
 from resumekit.log import logger
-from resumekit.state import ComponentState, Slot
+from resumekit.state import ComponentState, Slot, WorldChange
 
 KEY = f"{Slot.CALLBACKS.value}/loaders"
 

@@ -29,9 +29,15 @@ from resumekit.capture import (
     by_class_and_ordinal,
     frozen_parameters,
 )
-from resumekit.distributed import WorldChange
 from resumekit.frameworks.accelerate import accelerator_components
-from resumekit.state import CLOCK_SUFFIXES, Fidelity, SharingPattern, Slot, StateComponent
+from resumekit.state import (
+    CLOCK_SUFFIXES,
+    Fidelity,
+    SharingPattern,
+    Slot,
+    StateComponent,
+    WorldChange,
+)
 
 _WEIGHTS = "rank-00000.safetensors"
 _FROZEN_WEIGHTS = "rank-00000.frozen.safetensors"

@@ -21,8 +21,7 @@ from resumekit.capture import (
     require_fields,
     trained_parameters,
 )
-from resumekit.distributed import WorldChange
-from resumekit.state import ComponentState, SharingPattern, Slot, StateComponent
+from resumekit.state import ComponentState, SharingPattern, Slot, StateComponent, WorldChange
 
 # What their Trainers keep between two steps is saved by name, or reported as unknown.
 _OF_TRAINERS = frozenset({"transformers", "trl"})

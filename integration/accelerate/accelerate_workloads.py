@@ -24,8 +24,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 from resumekit.adapters.accelerate import Checkpointer
-from resumekit.distributed import WorldChange
-from resumekit.state import ComponentState
+from resumekit.state import ComponentState, WorldChange
 
 NUM_SAMPLES = 92  # the last batch of an epoch is a partial one
 BATCH_SIZE = 8

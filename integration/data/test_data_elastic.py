@@ -20,10 +20,9 @@ from used_samples import counts, ledger
 from resumekit import SharingPattern, StateComponent
 from resumekit.adapters.torch import Checkpointer
 from resumekit.data import DistributedResumableSampler
-from resumekit.distributed import WorldChange
 from resumekit.prove import CHECKPOINT, STEP, read_trace
 from resumekit.prove.trace_records import RESUMED
-from resumekit.state import ComponentState
+from resumekit.state import ComponentState, WorldChange
 from resumekit.testing import Cell, KillPoint, Kit, Run
 
 PRELOAD = TORCH

@@ -19,8 +19,7 @@ from resumekit.capture.restore import (
     require_class,
     require_fields,
 )
-from resumekit.distributed import WorldChange
-from resumekit.state import ComponentState, Renaming
+from resumekit.state import ComponentState, Renaming, WorldChange
 
 _REMEDY = "Build the object as it was when the checkpoint was written"
 

@@ -21,10 +21,16 @@ from resumekit.capture.naming import by_clean_name
 from resumekit.capture.optimizer_parameters import OptimizerParameters
 from resumekit.capture.restore import Mismatch, fits, refuse, require_fields
 from resumekit.capture.user_state import UserState
-from resumekit.distributed import WorldChange
 from resumekit.errors import ConfigurationError, StateMismatchError
 from resumekit.serialization import is_sharded, local_part, sharded_like, state_digest
-from resumekit.state import ComponentState, Renaming, SharingPattern, Slot, StateComponent
+from resumekit.state import (
+    ComponentState,
+    Renaming,
+    SharingPattern,
+    Slot,
+    StateComponent,
+    WorldChange,
+)
 
 _REMEDY = "Build the model as it was when the checkpoint was written"
 _SUFFIX = "gradients"

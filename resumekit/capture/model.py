@@ -22,9 +22,8 @@ from resumekit.capture.restore import (
     require_dict,
     state_mismatches,
 )
-from resumekit.distributed import WorldChange
 from resumekit.serialization import FlatPart, fill, is_sharded, local_part
-from resumekit.state import ComponentState, Renaming
+from resumekit.state import ComponentState, Renaming, WorldChange
 
 # What torch 2.13 nn/modules/module.py appends to a module's name for get_extra_state.
 _EXTRA_STATE = "_extra_state"

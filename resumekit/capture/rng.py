@@ -23,9 +23,8 @@ from resumekit.capture.global_rng import (
     unreadable_accelerator,
 )
 from resumekit.capture.restore import Mismatch, describe, refuse, require_fields
-from resumekit.distributed import WorldChange
 from resumekit.errors import DeclarationError, StateMismatchError
-from resumekit.state import ComponentState, Fidelity
+from resumekit.state import ComponentState, Fidelity, WorldChange
 
 _REMEDY = "Hand over the same generators under the same names as when the checkpoint was written"
 

@@ -27,9 +27,8 @@ from resumekit.data.resharding import resplit_positions
 from resumekit.data.source import Source
 from resumekit.data.stateful import StatefulSource, restores_itself
 from resumekit.data.stream_objects import LoaderContent
-from resumekit.distributed import WorldChange
 from resumekit.errors import ConfigurationError, DataPositionError, StateMismatchError
-from resumekit.state import ComponentState, Fidelity, Slot
+from resumekit.state import ComponentState, Fidelity, Slot, WorldChange
 
 # What one loop draws from.
 Feed: TypeAlias = Source | Zipped

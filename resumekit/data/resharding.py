@@ -23,8 +23,8 @@ from resumekit.data.loader_changes import (
     sampler_setting,
 )
 from resumekit.data.seeking import used_here
-from resumekit.distributed import WorldChange
 from resumekit.errors import DataPositionError
+from resumekit.state import WorldChange
 
 BATCH_SIZE, WORLD_SIZE = "batch_size", "world_size"
 _NOUNS = {BATCH_SIZE: "batch_size", WORLD_SIZE: "number of ranks"}

@@ -33,7 +33,6 @@ from resumekit.capture import (
     require_fields,
     slot_of,
 )
-from resumekit.distributed import WorldChange
 from resumekit.errors import StateMismatchError
 from resumekit.live import (
     EnumerateCounts,
@@ -58,7 +57,7 @@ from resumekit.run.garbage_collector import collector_paused
 from resumekit.run.loops import Batches, Epochs
 from resumekit.run.process_settings import ProcessSettings
 from resumekit.run.rebindings import Bindings, Rebindings, has_loop, loaders_at, paths_of_loaders
-from resumekit.state import CaptureLine, Fidelity, Slot
+from resumekit.state import CaptureLine, Fidelity, Slot, WorldChange
 
 # Plain values: all that is kept of the variables at an epoch's start. The rest is read at the save.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.ndarray, np.generic)

@@ -8,8 +8,7 @@ from typing import Any
 
 from resumekit.capture import RngState, generator_state, set_generator_state
 from resumekit.data import DataPosition, Feed, Source
-from resumekit.distributed import WorldChange
-from resumekit.state import ComponentState, Fidelity
+from resumekit.state import ComponentState, Fidelity, WorldChange
 
 _AT_EPOCH = "at_epoch"
 

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
+from resumekit.state.capture_report import CaptureLine, CaptureReport, Fidelity, SharingPattern
 from resumekit.state.component_state import CLOCK_SUFFIXES, ComponentState, Stateful
-from resumekit.state.components import (
-    CaptureLine,
-    CaptureReport,
-    Fidelity,
-    SharingPattern,
-    Slot,
-    StateComponent,
-    Validation,
-    check_components,
-)
+from resumekit.state.components import Slot, StateComponent, Validation, check_components
 from resumekit.state.renaming import Renaming, common_prefix_change, nearest_prefixes
+from resumekit.state.world_change import WorldChange
 
 __all__ = [
     "CLOCK_SUFFIXES",
@@ -27,6 +20,7 @@ __all__ = [
     "StateComponent",
     "Stateful",
     "Validation",
+    "WorldChange",
     "check_components",
     "common_prefix_change",
     "nearest_prefixes",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-if TYPE_CHECKING:
-    from resumekit.distributed import WorldChange
-    from resumekit.state.components import CaptureLine, Fidelity
-    from resumekit.state.renaming import Renaming
+from resumekit.state.capture_report import CaptureLine, Fidelity
+from resumekit.state.renaming import Renaming
+from resumekit.state.world_change import WorldChange
 
 # How the names of times in the logs of frameworks end; equal runs differ in them. transformers 5.23
 # trainer_utils.py speed_metrics, trainer.py evaluation_loop; the last is TRL's.

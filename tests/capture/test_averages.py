@@ -13,9 +13,8 @@ from torch.nn.parallel import DataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from resumekit.capture import ObjectState
-from resumekit.distributed import WorldChange
 from resumekit.errors import StateMismatchError
-from resumekit.state import ComponentState
+from resumekit.state import ComponentState, WorldChange
 
 
 def net() -> nn.Module:

@@ -16,8 +16,8 @@ from torch import nn
 from resumekit.capture import ModelState, RngState, generator_state, set_generator_state
 from resumekit.capture.model import RankBuffers
 from resumekit.capture.rng import states_of_new_rank
-from resumekit.distributed import WorldChange
 from resumekit.errors import DeclarationError, StateMismatchError
+from resumekit.state import WorldChange
 
 BIT_GENERATORS = [
     np.random.MT19937,

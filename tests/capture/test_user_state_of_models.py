@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from resumekit.capture import Holder, UserState, attribute_components
-from resumekit.distributed import WorldChange
 from resumekit.errors import StateMismatchError
-from resumekit.state import Fidelity
+from resumekit.state import Fidelity, WorldChange
 
 
 class Handle:

@@ -29,9 +29,8 @@ from torch.utils.data import (
 from resumekit.capture import RngState
 from resumekit.data import DataPosition, ResumableSampler, open_source
 from resumekit.data.keys import RunSeed
-from resumekit.distributed import WorldChange
 from resumekit.errors import DataPositionError
-from resumekit.state import Fidelity
+from resumekit.state import Fidelity, WorldChange
 
 EPOCHS = 3
 LENGTH = 22

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit.data import DataPosition, PrefetchedLoader, epoch_usage
 from resumekit.data.keys import RunSeed
-from resumekit.distributed import WorldChange
 from resumekit.errors import StateMismatchError
+from resumekit.state import WorldChange
 
 
 def map_style() -> Any:

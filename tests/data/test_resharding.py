@@ -32,8 +32,8 @@ from resumekit.adapters.torch import Checkpointer
 from resumekit.data import DataPosition, DistributedResumableSampler, ResumableSampler
 from resumekit.data.epoch_order import Batching, order_name
 from resumekit.data.resharding import fit_position
-from resumekit.distributed import WorldChange
 from resumekit.errors import DataPositionError
+from resumekit.state import WorldChange
 
 ALLOWED = frozenset({"batch_size", "world_size"})
 

@@ -46,7 +46,6 @@ from resumekit.capture.user_state.walk import (
     paths_of,
     walk,
 )
-from resumekit.distributed import WorldChange
 from resumekit.errors import StateMismatchError
 from resumekit.state import (
     CaptureLine,
@@ -55,6 +54,7 @@ from resumekit.state import (
     Renaming,
     SharingPattern,
     StateComponent,
+    WorldChange,
 )
 
 _NAMESPACES = (dict, SimpleNamespace)  # of modules and functions: their variables stand alone

@@ -8,7 +8,7 @@ from typing import Any
 
 from resumekit.capture import Difference, differences, gradient_keys
 from resumekit.data import SEED, check_randomness
-from resumekit.distributed import World, WorldChange
+from resumekit.distributed import World
 from resumekit.errors import StateMismatchError
 from resumekit.run.agreement import ComponentGroups
 from resumekit.run.options import Options, names_component
@@ -26,7 +26,7 @@ from resumekit.run.resuming.compatibility import (
 from resumekit.run.resuming.finder import Found
 from resumekit.run.resuming.renames import models_first
 from resumekit.run.resuming.state_origins import StateOrigins
-from resumekit.state import ComponentState, SharingPattern, Slot, StateComponent
+from resumekit.state import ComponentState, SharingPattern, Slot, StateComponent, WorldChange
 from resumekit.storage import ComponentRecord
 
 # The order of a restore. The progress comes before it, as soon as the checkpoint is found; the data

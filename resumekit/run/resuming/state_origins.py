@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from resumekit.distributed import DataRanks, Groups, World, WorldChange
+from resumekit.distributed import DataRanks, Groups, World
 from resumekit.errors import StateMismatchError
 from resumekit.run.agreement import ComponentGroups, recorded_data_ranks
 from resumekit.run.options import is_per_rank
-from resumekit.state import SharingPattern
+from resumekit.state import SharingPattern, WorldChange
 from resumekit.storage import ComponentRecord, Manifest
 
 # In a manifest's details: the components that are per rank because of the option.
