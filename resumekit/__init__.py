@@ -8,14 +8,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from resumekit.version import __version__
+
 if TYPE_CHECKING:
     from resumekit.checkpointer import BestCheckpoint, Checkpointer
     from resumekit.errors import ResumekitError
     from resumekit.run import Progress, ResumeReport
     from resumekit.state import Fidelity, SharingPattern, StateComponent, Stateful
     from resumekit.tracing import trace
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BestCheckpoint",
@@ -27,6 +27,7 @@ __all__ = [
     "SharingPattern",
     "StateComponent",
     "Stateful",
+    "__version__",
     "trace",
 ]
 

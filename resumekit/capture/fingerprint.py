@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-import resumekit
 from resumekit.state import StateComponent
+from resumekit.version import __version__
 
 # A value under this name, at any depth, is the length of the run.
 HORIZON = "horizon"
@@ -95,7 +95,7 @@ def fingerprint(
             "python": platform.python_version(),
             "torch": torch.__version__,
             "numpy": np.__version__,
-            "resumekit": resumekit.__version__,
+            "resumekit": __version__,
         },
         "git": repository_state(),
         "world_size": world_size,

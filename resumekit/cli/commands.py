@@ -14,13 +14,13 @@ from typing import Annotated
 
 import typer
 
-import resumekit
 from resumekit.cli.arguments import Directory, ResultFile, TrainingCommand, existing
 from resumekit.cli.output_files import require_file_path, traces_for, write_comparison
 from resumekit.cli.replay_command import replay
 from resumekit.cli.report_command import report
 from resumekit.cli.run_command import cadence_of, run
 from resumekit.errors import ResumekitError
+from resumekit.version import __version__
 
 EXIT_NO = 1
 EXIT_ERROR = 2
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _show_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"resumekit {resumekit.__version__}")
+        typer.echo(f"resumekit {__version__}")
         raise typer.Exit
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import jinja2
 
-import resumekit
+from resumekit.version import __version__
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
@@ -76,7 +76,7 @@ def render(template: str, **values: Any) -> str:
     )
     now = datetime.now(timezone.utc)
     return environment.get_template(template).render(
-        version=resumekit.__version__,
+        version=__version__,
         written=f"{now:%Y-%m-%d %H:%M} UTC",
         style=(_TEMPLATES / "style.css").read_text(encoding="utf-8"),
         script=(_TEMPLATES / "chart.js").read_text(encoding="utf-8"),

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import xxhash
 from numpy.typing import NDArray
 
-import resumekit
+from resumekit.version import __version__
 
 RECORD_BYTES = 96
 
@@ -331,7 +331,7 @@ def code_digests() -> dict[str, str]:
 
 def _own_sources() -> set[str]:
     standard = os.path.dirname(os.__file__)
-    here = os.path.dirname(os.path.abspath(resumekit.__file__))
+    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     return {
         os.path.abspath(name)
@@ -434,7 +434,7 @@ def _versions() -> dict[str, str]:
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         "numpy": np.__version__,
-        "resumekit": resumekit.__version__,
+        "resumekit": __version__,
     }
     for name in _LIBRARIES:
         version = getattr(sys.modules.get(name), "__version__", None)
