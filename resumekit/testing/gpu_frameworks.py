@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from resumekit.testing.gpu_training import NUM_STEPS, SAVE_EVERY, Evidence
+from resumekit.testing.gpu_evidence import NUM_STEPS, SAVE_EVERY, Evidence
 
 BATCH_SIZE, NUM_TOKENS, LENGTH = 4, 64, 16
 NUM_SAMPLES = NUM_STEPS * BATCH_SIZE // 2  # two epochs
