@@ -167,7 +167,7 @@ class Checkpointer(StepBoundary):
                     "batches(loader) alone needs epochs= or steps=, or an epochs() loop; "
                     "a loader beside the loop needs repeat=True"
                 )
-            return self._epoch_batches(loader, name, repeat=repeat)
+            return Batches.of_epoch(self, loader, name, repeat=repeat)
         if self._loop == "epochs":
             raise TypeError("inside epochs() the loop is batches(loader), without a horizon")
         unit, count = ("epochs", epochs) if epochs is not None else ("steps", steps)

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -314,6 +314,29 @@ def test_a_package_imports_only_the_packages_below_it() -> None:
             if (name.split(".")[1:2] or ["resumekit"])[0] not in allowed:
                 offenders.append(f"{module} imports {name}")
     assert not offenders
+
+
+def test_no_module_imports_one_that_imports_it() -> None:
+    """Through whatever others, also for type hints."""
+    imports = {_name_of(module): own_imports(module.tree) for module in EVERY_MODULE}
+    assert "resumekit.state" in imports["resumekit.run.run"]
+    assert not [name for name in imports if name in _reached(imports[name], imports)]
+
+
+def _name_of(module: Module) -> str:
+    parts = Path(module.path).with_suffix("").parts
+    return _module_named(".".join(parts if parts[0] == "resumekit" else ("resumekit", *parts)))
+
+
+def _reached(names: set[str], imports: Mapping[str, set[str]]) -> set[str]:
+    """The modules that these import, directly or not, and these."""
+    found, waiting = set[str](), list(names)
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += imports.get(name, ())
+    return found
 
 
 def test_every_package_has_its_row() -> None:

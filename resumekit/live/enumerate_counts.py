@@ -95,18 +95,18 @@ def check_counts(path: str, saved: Any) -> None:
         raise StateMismatchError(path, found=f"damaged: {saved!r:.60}", expected="counts of items")
 
 
-def find_asked(loops: tuple[type, ...], start: FrameType, outermost: FrameType) -> list[Any]:
+def find_asked(loop: type, start: FrameType, outermost: FrameType) -> list[Any]:
     """Returns what is being asked for an item: a loop, and what asks it, the innermost first.
 
     Iterators whose `__next__` is a running function, and frames of running generators. Empty where
     no loop is being asked. Drop it when the fetch ends.
 
     Args:
-        loops: the classes of a loop.
+        loop: the class of loops.
         start: a frame inside the fetch.
         outermost: the last frame that counts.
     """
-    return [*dropwhile(lambda each: not isinstance(each, loops), _iter_asked(start, outermost))]
+    return [*dropwhile(lambda each: not isinstance(each, loop), _iter_asked(start, outermost))]
 
 
 def _iter_asked(start: FrameType, outermost: FrameType) -> Iterator[Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -16,10 +16,8 @@ from resumekit.data import EpochUsage
 from resumekit.run.loops import Batches, Epochs
 from resumekit.run.progress import Progress
 from resumekit.run.report import ResumeReport
+from resumekit.run.step_boundary import StepBoundary
 from resumekit.state import CaptureLine
-
-if TYPE_CHECKING:
-    from resumekit.run.step_boundary import StepBoundary
 
 
 class FrameworkLoop:
@@ -159,7 +157,7 @@ class FrameworkLoop:
             DataPositionError: the loader does not fit the position in the checkpoint.
         """
         self._checkpointer._check_loader(loader, None)
-        self._batches = self._checkpointer._epoch_batches(loader)
+        self._batches = Batches.of_epoch(self._checkpointer, loader)
         return self._batches
 
     def as_loader(self, loader: Any, *, num_skipped: int = 0) -> DataLoader[Any]:

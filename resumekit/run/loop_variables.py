@@ -54,8 +54,8 @@ from resumekit.live import (
 )
 from resumekit.log import logger
 from resumekit.run.garbage_collector import collector_paused
-from resumekit.run.loops import Batches, Epochs
 from resumekit.run.process_settings import ProcessSettings
+from resumekit.run.progress import OwnLoop
 from resumekit.run.rebindings import Bindings, Rebindings, has_loop, loaders_at, paths_of_loaders
 from resumekit.state import CaptureLine, Fidelity, Slot, WorldChange
 
@@ -283,7 +283,7 @@ class LoopVariables(UserState):
         """What is being asked for an item, where a fetch is under way and its counts are saved."""
         if not frames or self._has_left or self._mode != RESTORE:
             return []
-        return find_asked((Batches, Epochs), sys._getframe(1), frames[-1].frame)
+        return find_asked(OwnLoop, sys._getframe(1), frames[-1].frame)
 
     def _counts_of(self, frames: Sequence[LiveFrame]) -> EnumerateCounts | None:
         """The counts around the fetch; None where they are not known."""

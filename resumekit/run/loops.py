@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from resumekit.data import Feed, Source
 from resumekit.errors import DataPositionError, ResumekitError
+from resumekit.run.progress import OwnLoop
+from resumekit.run.step_boundary import StepBoundary
 from resumekit.run.steps_taken import CAUGHT, report_if_caught
-
-if TYPE_CHECKING:
-    from resumekit.run.step_boundary import StepBoundary
 
 _Given = TypeVar("_Given")
 
@@ -40,7 +39,7 @@ def _reports_when_caught(fetch: Callable[[Any], _Given]) -> Callable[[Any], _Giv
     return wrapped
 
 
-class Batches:
+class Batches(OwnLoop):
     """The batches that are still to be used: of a loader, or of several in step.
 
     It goes over the loader as often as it was asked to: to the run's horizon, once (inside
@@ -75,6 +74,20 @@ class Batches:
         self._surplus: list[Any] = []  # a batch more than the loader's len() says
         self.initial = self.num_used
 
+    @classmethod
+    def of_epoch(
+        cls,
+        checkpointer: StepBoundary,
+        loader: Any,
+        name: str | None = None,
+        *,
+        repeat: bool = False,
+    ) -> Batches:
+        """The rest of an epoch of a loader."""
+        run = checkpointer._run
+        run.enter({}, loader)
+        return cls(checkpointer, run.position.feed(loader, name, repeat=repeat), repeat=repeat)
+
     def __getattr__(self, name: str) -> Any:
         # Asked for what is not found otherwise. Private names are those of copy and pickle; the
         # loader's state belongs to the run; a property here may have failed.
@@ -99,12 +112,10 @@ class Batches:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The loaders that it draws from."""
         return self._feed.sources
 
     @property
     def needs_no_variable(self) -> bool:
-        """Whether a resume does without the variables that refer to it: it leads, or is over."""
         return self._is_over or self._checkpointer._loop_order.leads(self._feed.names)
 
     def __iter__(self) -> Iterator[Any]:
@@ -227,7 +238,7 @@ class Batches:
         return feed.epoch * per_epoch + feed.batch
 
 
-class Epochs:
+class Epochs(OwnLoop):
     """The absolute numbers of the epochs that are still to be trained.
 
     Attributes:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
+from resumekit.data import Source
 from resumekit.distributed import DataRanks, World
 from resumekit.errors import CheckpointError, LoopError
 from resumekit.state import ComponentState
@@ -156,6 +157,20 @@ class Counters(ComponentState):
         self.marks_steps = state.get("marks_steps", False)  # older checkpoints lack it
         self._window_samples = []
         self._knows_window = not self._is_within_window
+
+
+class OwnLoop:
+    """An iterator of the run: what it draws from has its position saved, by its own name."""
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The loaders that it draws from."""
+        return ()
+
+    @property
+    def needs_no_variable(self) -> bool:
+        """Whether a resume does without the variables that refer to it."""
+        return True
 
 
 class LoopOrder:

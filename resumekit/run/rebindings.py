@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from resumekit.capture import Paths, Walk, fingerprints_of
 from resumekit.data import Source
-from resumekit.run.loops import Batches, Epochs
+from resumekit.run.progress import OwnLoop
 from resumekit.state import CaptureLine, Fidelity
 
 _CONTAINERS = (list, tuple, dict, set, frozenset)
@@ -74,7 +74,7 @@ def _bound(path: str, value: Any) -> Iterator[tuple[str, Bound]]:
     else:
         named = [(path, value)]
     for name, each in named:
-        content = each.sources if isinstance(each, Batches) else fingerprints_of(each)
+        content = each.sources if isinstance(each, OwnLoop) else fingerprints_of(each)
         if content:
             yield name, Bound(ref(each), content)
 
@@ -84,7 +84,7 @@ def has_loop(value: Any) -> bool:
     if type(value) not in _CONTAINERS:
         return False
     items = value.values() if isinstance(value, dict) else value
-    return any(isinstance(each, (Batches, Epochs)) for each in islice(items, _MAX_ITEMS))
+    return any(isinstance(each, OwnLoop) for each in islice(items, _MAX_ITEMS))
 
 
 def paths_of_loaders(sources: Iterable[Source], paths: Paths) -> dict[str, str]:
@@ -116,7 +116,7 @@ class Rebindings:
         self._script = now if self._script is None else self._script
         self._at_epoch = now
         # The first lines of the epoch may make a dataset of the one that it begins with.
-        is_loop = {path: isinstance(each.reference(), Batches) for path, each in now.bound.items()}
+        is_loop = {path: isinstance(each.reference(), OwnLoop) for path, each in now.bound.items()}
         datasets = {path: each for path, each in now.bound.items() if not is_loop[path]}
         self._of_epoch = list(_lines(datasets, self._script.bound))
 
@@ -154,10 +154,10 @@ class Rebindings:
 def _lines(now: Mapping[str, Bound], expected: Mapping[str, Bound]) -> Iterator[CaptureLine]:
     for path, each in now.items():
         value, known = each.reference(), expected.get(path)
-        if value is None or (isinstance(value, Batches) and value.needs_no_variable):
+        if value is None or (isinstance(value, OwnLoop) and value.needs_no_variable):
             continue
         if known is None or known.content != each.content:
-            is_loop = isinstance(value, Batches)
+            is_loop = isinstance(value, OwnLoop)
             what = "other batches()" if is_loop else f"another {type(value).__name__}"
             reason = f"training rebound it to {what}; create all of them before the loop"
             yield CaptureLine(path, Fidelity.LOST, f"{reason} and choose by a number")

@@ -10,7 +10,6 @@ from resumekit.data import Feed, Source
 from resumekit.errors import LoopError, Preempted
 from resumekit.run.discovery import Discovery
 from resumekit.run.due_saves import DueSaves
-from resumekit.run.loops import Batches
 from resumekit.run.progress import LoopOrder, Progress
 from resumekit.run.run import Run
 from resumekit.run.saving import NOTHING
@@ -241,14 +240,6 @@ class StepBoundary:
             )
         self._run.position.require_known(feed.names)
         self._main, self._loop_order.main = feed, feed.names
-
-    def _epoch_batches(
-        self, loader: Any, name: str | None = None, *, repeat: bool = False
-    ) -> Batches:
-        """The rest of an epoch of a loader."""
-        self._run.enter({}, loader)
-        feed = self._run.position.feed(loader, name, repeat=repeat)
-        return Batches(self, feed, repeat=repeat)
 
     def _open_epoch(self, epoch: int) -> None:
         """An epoch of ``epochs()`` begins: its first line sees the run's random state."""

@@ -58,7 +58,7 @@ class Items:
         return self.make(self.position)
 
     def counters(self):
-        return Enumerations.around(find_asked((Items,), sys._getframe(1), self.outermost))
+        return Enumerations.around(find_asked(Items, sys._getframe(1), self.outermost))
 
 
 def numbers_of(loop, items):
