@@ -3,8 +3,9 @@
 Run: python benchmarks/structure.py [--root CHECKOUT] [--junit FILE ...] [--json]
 
 It prints lines of code (without docstrings, comments and blank lines), modules, files per folder,
-the largest and smallest modules, repeated code, `Any` and getattr/hasattr, the modules that a save
-and a resume enter, and the number and duration of the tests in JUnit files.
+the largest and smallest modules, which packages import which, class names that stand twice,
+repeated code, `Any` and getattr/hasattr, the modules that a save and a resume enter, and the number
+and duration of the tests in JUnit files.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ NO_CODE = {
     tokenize.ENDMARKER,
 }
 
-# Trains six steps with a save every third one, or resumes, and counts what one call enters.
+# Trains five steps with a save after the fourth one, or resumes there, and counts what each call
+# enters: the first one, and each fetch of a batch.
 TOY = """
 import json, sys
 import torch
@@ -47,36 +49,41 @@ torch.manual_seed(0)
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.AdamW(model.parameters())
 loader = DataLoader(torch.randn(64, 4), batch_size=8, shuffle=True)
-checkpointer = Checkpointer(directory, model=model, optimizer=optimizer, save_every=3)
-entered, calls = set(), 0
+options = {"save_every": 4, "transient": {"entered", "figures"}}
+checkpointer = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+entered, figures = [], []
 
 def profile(frame, event, argument):
-    global calls
     name = frame.f_code.co_filename
     if event == "call" and name.startswith(root) and not name.endswith("__init__.py"):
-        entered.add(name)
-        calls += 1
+        entered.append(name)
 
 def counted(function):
-    global calls
     entered.clear()
-    calls = 0
     sys.setprofile(profile)
     try:
-        result = function()
+        return function()
     finally:
         sys.setprofile(None)
-    return result, {"modules": len(entered), "calls": calls}
+        figures.append({"modules": len(set(entered)), "calls": len(entered)})
 
-batches, opened = counted(lambda: iter(checkpointer.batches(loader, epochs=1)))
-batch, first = counted(lambda: next(batches))
-figures = {"open and first batch": {k: max(opened[k], first[k]) for k in opened}}
-for step in range(1, 5):
+class Counted:
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return counted(lambda: next(self.batches))
+
+for batch in Counted(counted(lambda: checkpointer.batches(loader, epochs=1))):
+    if checkpointer.progress.step == 5:
+        break
     optimizer.zero_grad()
     model(batch).mean().backward()
     optimizer.step()
     checkpointer.step()
-    batch, figures[f"batch {step}"] = counted(lambda: next(batches))
 checkpointer.close()
 print(json.dumps(figures))
 """
@@ -90,6 +97,14 @@ class Module(NamedTuple):
     code: tuple[tuple[int, str], ...]  # line number and stripped text of each line of code
     num_any: int
     num_lookups: int
+    classes: tuple[str, ...]
+    imports: frozenset[str]  # packages of resumekit
+
+    @property
+    def package(self) -> str:
+        """The package of resumekit, or the module at its top; the adapters are one."""
+        first, *rest = Path(self.path).with_suffix("").parts
+        return first if first == "adapters" else rest[0]
 
 
 def _docstring_lines(tree: ast.Module) -> set[int]:
@@ -121,7 +136,17 @@ def read_module(path: Path, root: Path) -> Module:
         tuple(code),
         sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(tree)),
         sum(isinstance(each, ast.Name) and each.id in {"getattr", "hasattr"} for each in called),
+        tuple(node.name for node in tree.body if isinstance(node, ast.ClassDef)),
+        frozenset(_imported_packages(tree)),
     )
+
+
+def _imported_packages(tree: ast.Module) -> Iterator[str]:
+    """Also for type hints; names of the root package count as the root."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("resumekit"):
+            _, *rest = str(node.module).split(".")
+            yield rest[0] if rest else "resumekit"
 
 
 def modules_of(root: Path) -> list[Module]:
@@ -174,10 +199,11 @@ def journeys(root: Path) -> dict[str, Any]:
             )
             for _ in range(2)
         ]
+    (*_, without_save, with_save, _), (opened, first, *_) = launches
     return {
-        "batch without save": launches[0]["batch 2"],
-        "batch with save": launches[0]["batch 3"],
-        "resume": launches[1]["open and first batch"],
+        "batch without save": without_save,
+        "batch with save": with_save,
+        "resume": {name: max(opened[name], first[name]) for name in opened},
     }
 
 
@@ -211,6 +237,12 @@ def measure(root: Path, junit: list[Path]) -> dict[str, Any]:
             each.path: each.num_lines
             for each in [each for each in by_size if not each.path.endswith("__init__.py")][:5]
         },
+        "arrows between packages": len(
+            {(m.package, other) for m in modules for other in m.imports if other != m.package}
+        ),
+        "class names that stand twice": sum(
+            number > 1 for number in Counter(name for m in modules for name in m.classes).values()
+        ),
         "repeated lines": repeated_lines(modules),
         "Any": sum(each.num_any for each in modules),
         "getattr and hasattr": sum(each.num_lookups for each in modules),
