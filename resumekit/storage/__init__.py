@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from resumekit.storage.commit import Staging
-from resumekit.storage.digest import BLOCK_BYTES, BlockDigester, combine, digest_of_block
+from resumekit.storage.deletion import Checkpoint, RetentionPolicy, select_deletions
 from resumekit.storage.directories import MANIFEST, TRAININGS, StepName
 from resumekit.storage.file_reader import FileReader
-from resumekit.storage.files import FileEntry, FileWriter
+from resumekit.storage.files import (
+    BLOCK_BYTES,
+    BlockDigester,
+    FileEntry,
+    FileWriter,
+    Piece,
+    combine,
+    cut,
+    digest_of_block,
+)
 from resumekit.storage.io.file_system import (
     Entry,
     FileSystem,
@@ -15,21 +24,21 @@ from resumekit.storage.io.file_system import (
     ReadHandle,
 )
 from resumekit.storage.io.host_memory import HostBuffer, address_of, use_huge_pages
-from resumekit.storage.io.threads import ThreadedCalls, num_threads
+from resumekit.storage.io.pipeline import ThreadedCalls, num_threads
 from resumekit.storage.json_files import MAX_JSON_BYTES, parse_json, seal, unseal
-from resumekit.storage.lineage import (
+from resumekit.storage.manifest import (
+    FORMAT_VERSION,
     LINEAGE,
+    ComponentRecord,
     ForkOrigin,
+    Manifest,
+    StepReader,
     forked_details,
     holds_only_weights,
     lineage_of,
 )
-from resumekit.storage.manifest import FORMAT_VERSION, ComponentRecord, Manifest
 from resumekit.storage.ownership import DirectoryLock, Owner, PosixLock, is_unused
 from resumekit.storage.parts import Part, Parts
-from resumekit.storage.pieces import Piece, cut
-from resumekit.storage.retention import Checkpoint, RetentionPolicy, select_deletions
-from resumekit.storage.step_directories import StepReader
 from resumekit.storage.store import Store
 
 __all__ = [

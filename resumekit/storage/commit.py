@@ -41,8 +41,8 @@ from resumekit.storage.directories import (
     remove_tree,
     write_small,
 )
+from resumekit.storage.file_reader import copy_file, link_file
 from resumekit.storage.files import FileEntry, FileWriter
-from resumekit.storage.foreign_files import copy_file, link_file
 from resumekit.storage.io.file_system import MAKE_ROOM, FileSystem, describe, save_errors
 from resumekit.storage.io.syncing import UnsyncedFiles
 from resumekit.storage.manifest import Manifest

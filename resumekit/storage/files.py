@@ -1,26 +1,199 @@
-"""Files of a checkpoint: digested while they are written.
+"""Files of a checkpoint: digested while they are written. Nothing is read back.
 
-Nothing is read back. Reading: ``file_reader.py``.
+The digest of a file is the xxh3-128 of the xxh3-128 digests of its blocks. Blocks are verified one
+by one as they are read, in any order and by several threads, and one short line in the manifest
+covers every byte. It detects damage and mix-ups, not an attacker.
+
+Source: the XXH3 128-bit hash of https://github.com/Cyan4973/xxHash in its canonical (big-endian)
+form, seed 0.
+
+Reading: ``file_reader.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import ctypes
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, cycle, islice, repeat
 from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
 
 from resumekit.errors import SaveError
-from resumekit.storage.digest import (
-    BlockDigester,
-)
 from resumekit.storage.io import pipeline
 from resumekit.storage.io.file_system import FileSystem, save_errors
+from resumekit.storage.io.host_memory import address_of
 from resumekit.storage.io.pipeline import Calls
 from resumekit.storage.io.syncing import UnsyncedFiles
-from resumekit.storage.pieces import COPY_BYTES, cut
+
+BLOCK_BYTES = 4 << 20
+ALGORITHM = "xxh3-128/4MiB"
+
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+
+
+def is_digest(text: str) -> bool:
+    """Whether this is a digest: 32 lower-case hexadecimal digits."""
+    return _DIGEST.fullmatch(text) is not None
+
+
+def combine(blocks: Iterable[bytes]) -> str:
+    """The file digest of these raw block digests, as 32 hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(b"".join(blocks))
+
+
+def digest_of_block(parts: Iterable[memoryview]) -> bytes:
+    """The raw digest of one block, whose bytes are those of these parts."""
+    digester = xxhash.xxh3_128()
+    for part in parts:
+        digester.update(part)
+    return digester.digest()
+
+
+class BlockDigester:
+    """The digest of a file whose bytes arrive piece by piece."""
+
+    def __init__(self) -> None:
+        self._full: list[bytes] = []
+        self._open = xxhash.xxh3_128()
+        self._open_bytes = 0
+
+    def update(self, buffer: memoryview) -> None:
+        """Takes the next bytes (flat, unsigned bytes)."""
+        offset = 0
+        while offset < buffer.nbytes:
+            piece = buffer[offset : offset + BLOCK_BYTES - self._open_bytes]
+            offset += piece.nbytes
+            self._open.update(piece)
+            self._open_bytes += piece.nbytes
+            if self._open_bytes == BLOCK_BYTES:
+                self._full.append(self._open.digest())
+                self._open.reset()
+                self._open_bytes = 0
+
+    @property
+    def blocks(self) -> list[bytes]:
+        """The raw digest of every block so far; the last one may be short."""
+        return [*self._full, self._open.digest()] if self._open_bytes else list(self._full)
+
+    def hexdigest(self) -> str:
+        """The file digest of all bytes so far, as 32 hexadecimal digits."""
+        return combine(self.blocks)
+
+
+# ---------------------------------------------------------------- pieces of memory
+
+# Copies below this size block other threads of the interpreter for microseconds only.
+COPY_BYTES = 256 << 10
+
+
+class Piece(NamedTuple):
+    """Consecutive bytes of a file that are read.
+
+    Args:
+        offset: in the file.
+        num_bytes: how many.
+        memory: flat and writable, receives them; None where they are verified only.
+    """
+
+    offset: int
+    num_bytes: int
+    memory: memoryview | None
+
+
+def by_block(pieces: Iterable[Piece], block_bytes: int) -> Iterator[tuple[int, list[Piece]]]:
+    """The same bytes as pieces within one block each, with the number of the block.
+
+    Args:
+        pieces: in the order of the file; none overlaps another.
+        block_bytes: blocks begin at its multiples.
+    """
+    current, found = -1, list[Piece]()
+    for offset, num_bytes, memory in pieces:
+        done = 0
+        while done < num_bytes:
+            index, start = divmod(offset + done, block_bytes)
+            length = min(num_bytes - done, block_bytes - start)
+            part = None if memory is None else memory[done : done + length]
+            if index != current:
+                if found:
+                    yield current, found
+                current, found = index, []
+            found.append(Piece(offset + done, length, part))
+            done += length
+    if found:
+        yield current, found
+
+
+def joined(pieces: Sequence[Piece]) -> memoryview | None:
+    """The memory of consecutive pieces, if it is consecutive too; valid as long as theirs is."""
+    first = pieces[0].memory
+    if first is None or len(pieces) == 1:
+        return first
+    begin = address_of(first)
+    end = begin + first.nbytes
+    for piece in pieces[1:]:
+        if piece.memory is None or address_of(piece.memory) != end:
+            return None
+        end += piece.num_bytes
+    return memoryview((ctypes.c_ubyte * (end - begin)).from_address(begin)).cast("B")
+
+
+def cut(buffers: Iterable[memoryview], offset: int, chunk_bytes: int) -> Iterator[list[memoryview]]:
+    """The same bytes as flat pieces, one list for each chunk of the file.
+
+    Args:
+        buffers: C-contiguous memory.
+        offset: where in the file the first one begins.
+        chunk_bytes: chunks begin at its multiples.
+    """
+    parts: list[memoryview] = []
+    room = chunk_bytes - offset % chunk_bytes
+    for buffer in buffers:
+        rest = _flat(buffer)
+        while rest.nbytes:
+            part, rest = rest[:room], rest[room:]
+            parts.append(part)
+            room -= part.nbytes
+            if room == 0:
+                yield parts
+                parts, room = [], chunk_bytes
+    if parts:
+        yield parts
+
+
+def scatter(block: memoryview, begin: int, pieces: Iterable[Piece]) -> None:
+    """Copies the bytes of a block to the pieces; large ones without the interpreter's lock.
+
+    Args:
+        block: consecutive bytes of the file.
+        begin: where they begin in the file.
+        pieces: of it.
+    """
+    for offset, num_bytes, memory in pieces:
+        if memory is None:
+            continue
+        source = block[offset - begin : offset - begin + num_bytes]
+        if num_bytes < COPY_BYTES:
+            memory[:] = source
+        else:  # it may be touched for the first time, which takes longer than the copy
+            ctypes.memmove(address_of(memory), address_of(source), num_bytes)
+
+
+def _flat(buffer: memoryview) -> memoryview:
+    if buffer.nbytes == 0:
+        return memoryview(b"")  # cast refuses shapes with a zero in them
+    if buffer.format == "B" and buffer.ndim == 1:
+        return buffer
+    return buffer.cast("B")
+
+
+# ---------------------------------------------------------------- files that are written
 
 WRITEBACK_BYTES = 8 << 20
 FIRST_BYTES = 1 << 20  # the disk begins once so much of a file is copied

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import xxhash
 
 from resumekit.errors import CorruptCheckpointError, UnsupportedValueError
-from resumekit.storage.digest import is_digest
+from resumekit.storage.files import is_digest
 
 MAX_JSON_BYTES = 64 << 20
 MAX_DEPTH = 64

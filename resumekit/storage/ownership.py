@@ -1,4 +1,4 @@
-"""Exclusive use of a run directory: a lock between live jobs, and the owner record.
+"""Exclusive use of a run directory: by one job, and in it by one thread that changes it.
 
 The lock is a POSIX record lock (``fcntl.lockf``): it belongs to a process. A ``flock`` belongs to
 an open file that forked children share, so data loader workers that outlive a killed trainer
@@ -20,10 +20,12 @@ import fcntl
 import gc
 import os
 import socket
+import threading
 import time
 import uuid
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -34,6 +36,7 @@ from resumekit.errors import (
     CorruptCheckpointError,
     DirectoryError,
     FormatVersionError,
+    LoopError,
     OwnershipLostError,
     UnreadableCheckpointError,
 )
@@ -50,8 +53,39 @@ from resumekit.storage.directories import (
 )
 from resumekit.storage.io.file_system import FileSystem
 from resumekit.storage.json_files import seal, unseal
-from resumekit.storage.manifest import HEX, check_fields, count, text
-from resumekit.storage.step_directories import list_steps, read_manifest
+from resumekit.storage.manifest import HEX, check_fields, count, list_steps, read_manifest, text
+
+
+class OneThread(AbstractContextManager[None]):
+    """A body that two threads cannot be in; the second one gets an error.
+
+    It is never waited for, so a process that was forked meanwhile cannot hang on it.
+
+    Args:
+        directory: the run directory, for the message.
+
+    Raises:
+        LoopError: at the start of the body, when another thread is in it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise LoopError(
+                str(self._directory),
+                found="another thread is changing it",
+                expected="one at a time",
+                remedy="Call wait() before",
+            )
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+# ---------------------------------------------------------------- one job
 
 POLL_SECONDS = 0.05
 

@@ -37,6 +37,13 @@ from resumekit.errors import (
     SharedDirectoryError,
 )
 from resumekit.storage.commit import Staging, check_space
+from resumekit.storage.deletion import (
+    Checkpoint,
+    RetentionPolicy,
+    Trash,
+    may_delete,
+    select_deletions,
+)
 from resumekit.storage.directories import (
     LOCK,
     STAGING,
@@ -53,11 +60,17 @@ from resumekit.storage.io.file_system import (
     observed,
     save_errors,
 )
-from resumekit.storage.manifest import Manifest
-from resumekit.storage.one_thread import OneThread
+from resumekit.storage.manifest import (
+    Manifest,
+    StepReader,
+    list_quarantined,
+    list_steps,
+    quarantine_step,
+)
 from resumekit.storage.ownership import (
     POLL_SECONDS,
     DirectoryLock,
+    OneThread,
     Owner,
     PosixLock,
     check_owner,
@@ -66,14 +79,6 @@ from resumekit.storage.ownership import (
     unrelated_names,
     write_owner,
 )
-from resumekit.storage.retention import Checkpoint, RetentionPolicy, may_delete, select_deletions
-from resumekit.storage.step_directories import (
-    StepReader,
-    list_quarantined,
-    list_steps,
-    quarantine_step,
-)
-from resumekit.storage.trash import Trash
 
 
 class Store:
