@@ -187,7 +187,7 @@ def _begun(leaves: Iterable[Leaf]) -> Iterator[Iterator[memoryview]]:
         if device is None:
             yield from (leaf.buffers() for leaf in group)
         else:
-            yield from map(_copied, _blocks_of(leaf.source for leaf in group))
+            yield from map(_copied_together, _blocks_of(leaf.source for leaf in group))
 
 
 def _device_to_copy_from(leaf: Leaf) -> torch.device | None:
@@ -211,7 +211,7 @@ def _blocks_of(tensors: Iterable[Any]) -> Iterator[list[torch.Tensor]]:
         yield block
 
 
-def _copied(parts: list[torch.Tensor]) -> Iterator[memoryview]:
+def _copied_together(parts: list[torch.Tensor]) -> Iterator[memoryview]:
     """Begins to copy them; the first piece waits for all."""
     # New for each block: the caller may keep a piece, and torch reuses the memory once it is free.
     num_bytes = sum(part.nbytes for part in parts)
