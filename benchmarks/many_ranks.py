@@ -63,8 +63,7 @@ from resumekit.serialization import (
     read_sharded,
     reading,
 )
-from resumekit.serialization.dtypes import ELEMENT_TYPES
-from resumekit.serialization.leaves import Leaf
+from resumekit.serialization.leaves import ELEMENT_TYPES, Leaf
 from resumekit.serialization.writing import _Files
 from resumekit.storage import FileEntry, Manifest, Staging, Store
 

@@ -20,8 +20,7 @@ from resumekit.distributed import World
 from resumekit.errors import ResumekitError, SaveError
 from resumekit.run.saving import RequestExchange, Requests, drain
 from resumekit.run.saving.background import Work, add_work
-from resumekit.run.saving.background_save import BackgroundSave
-from resumekit.run.saving.job import SaveJob
+from resumekit.run.saving.in_flight import BackgroundSave, SaveJob
 from resumekit.run.saving.processes import Processes, ProcessId
 from resumekit.serialization import Payload
 from resumekit.storage import Manifest, Part, RetentionPolicy, StepName, Store

@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from resumekit.run.saving.gpus import used_gpus, wait_for_gpus
-from resumekit.run.saving.pinned_memory import (
+from resumekit.run.saving.snapshot import (
     CudaDriver,
     PinnedBuffer,
     pinned_buffer,
     snapshot_buffer,
+    used_gpus,
+    wait_for_gpus,
 )
 from resumekit.storage import HostBuffer, address_of
 
@@ -82,7 +83,7 @@ def test_a_plain_buffer_that_ends_is_not_mapped() -> None:
 def test_the_registration_ends_with_the_process_but_not_with_a_forked_child() -> None:
     script = """
 import os
-from resumekit.run.saving.pinned_memory import CudaDriver, PinnedBuffer
+from resumekit.run.saving.snapshot import CudaDriver, PinnedBuffer
 class Driver(CudaDriver):
     def register(self, memory):
         return 0

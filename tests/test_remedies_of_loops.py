@@ -483,7 +483,7 @@ def test_without_memory_a_save_is_not_asynchronous(
     def no_memory(num_bytes: int) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr("resumekit.run.saving.pinned_memory.HostBuffer", no_memory)
+    monkeypatch.setattr("resumekit.run.saving.snapshot.HostBuffer", no_memory)
     text = remedy.of(launch, tmp_path, async_save=True)
     name, value = text.removeprefix("Pass ").split("=")
     options: dict[str, Any] = {name: value == "True"}

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from resumekit.run.saving.available_memory import available_memory
-from resumekit.run.saving.snapshot import Snapshot
+from resumekit.run.saving.snapshot import Snapshot, available_memory
 from resumekit.serialization import ExtraFiles, Payload
 
 GIB = 1 << 30

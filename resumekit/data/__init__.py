@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from resumekit.data.iterable import ReplaySource
-from resumekit.data.keys import SEED, RunSeed, check_randomness
+from resumekit.data.keyed import SEED, RunSeed, check_randomness
 from resumekit.data.loader_introspection import (
     is_seeded_by_epoch,
     samplers_of,

@@ -25,7 +25,6 @@ from resumekit.data.loader_introspection import (
     unordered_reason,
     with_state,
 )
-from resumekit.data.rng_recording import FetchRecorder
 from resumekit.data.source import Source, user_objects
 from resumekit.data.stream_objects import (
     FindParameters,
@@ -33,7 +32,7 @@ from resumekit.data.stream_objects import (
     ModelsInUse,
     StreamObjects,
 )
-from resumekit.data.workers import PersistentWorkers
+from resumekit.data.workers import FetchRecorder, PersistentWorkers
 from resumekit.errors import DataPositionError
 from resumekit.log import logger
 from resumekit.progress_display import show_progress

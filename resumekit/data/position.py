@@ -10,8 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from resumekit.capture import UserState, require_fields
 from resumekit.data.iterable import ReplaySource
-from resumekit.data.keyed import KeyedSource
-from resumekit.data.keys import RunSeed
+from resumekit.data.keyed import KeyedSource, RunSeed
 from resumekit.data.loader_changes import WRAPPED
 from resumekit.data.loader_introspection import (
     INNER,

@@ -27,8 +27,7 @@ from resumekit.data.epoch_order import (
     rest_of,
 )
 from resumekit.data.loader_changes import is_reshared, sampler_setting
-from resumekit.data.rng_recording import FetchRecorder
-from resumekit.data.workers import PaddingIndices
+from resumekit.data.workers import FetchRecorder, PaddingIndices
 from resumekit.errors import DataPositionError
 
 # Takes the user's sampler at the start of the epoch, and what takes in the indices that are passed

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from resumekit.journal.attempts import (
+from resumekit.journal.comparison import (
     AttemptVerdict,
+    Comparison,
+    Difference,
     EarlierUse,
     Used,
+    Verdict,
     compared,
     earlier_use,
     lineage,
+    replayed,
     sum_over_ranks,
     verdicts,
+    worst,
 )
-from resumekit.journal.comparison import Comparison, Difference, Verdict, worst
 from resumekit.journal.files import (
     DIRECTORY,
     Attempt,
@@ -43,16 +47,15 @@ from resumekit.journal.records import (
     settings_digest,
     timed,
 )
-from resumekit.journal.replayed import replayed
 from resumekit.journal.step_values import (
     LateCopies,
     RandomStates,
     SampleIds,
+    WeightSamples,
     learning_rates_digest,
     plain_loss,
     plain_rates,
 )
-from resumekit.journal.weights import WeightSamples
 
 __all__ = [
     "BEGIN",

@@ -30,8 +30,7 @@ from resumekit.run.resuming.compatibility import (
     frameworks_of,
     horizon_causes,
 )
-from resumekit.run.resuming.finder import Finder, Found, open_store
-from resumekit.run.resuming.load_buffer import LoadBuffer
+from resumekit.run.resuming.finder import Finder, Found, LoadBuffer, open_store
 from resumekit.run.resuming.loading import Loading, call_everywhere
 from resumekit.run.resuming.restore_again import RestoredState
 from resumekit.run.resuming.state_origins import StateOrigins

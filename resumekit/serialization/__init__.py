@@ -11,11 +11,9 @@ from resumekit.serialization.digests import (
     leaves_of,
     state_digest,
 )
-from resumekit.serialization.dtypes import ElementType, element_type
-from resumekit.serialization.encoding import encode
+from resumekit.serialization.encoding import LocalState, encode, encode_local
 from resumekit.serialization.index import arrange, header, stem_of
-from resumekit.serialization.leaves import Leaf, buffers_of
-from resumekit.serialization.local_state import LocalState, encode_local
+from resumekit.serialization.leaves import ElementType, Leaf, buffers_of, element_type
 from resumekit.serialization.planning import (
     Assignment,
     Choice,
@@ -24,7 +22,15 @@ from resumekit.serialization.planning import (
     Proposal,
     assign,
 )
-from resumekit.serialization.reading import Source, read_payload, read_sharded
+from resumekit.serialization.reading import (
+    Source,
+    StoredState,
+    StoredTensor,
+    open_state,
+    read_boxes,
+    read_payload,
+    read_sharded,
+)
 from resumekit.serialization.sharding import (
     WHOLE,
     Box,
@@ -37,8 +43,7 @@ from resumekit.serialization.sharding import (
     sharded_like,
     sharded_over,
 )
-from resumekit.serialization.state_paths import StatePath, UniqueNames
-from resumekit.serialization.streaming import StoredState, StoredTensor, open_state, read_boxes
+from resumekit.serialization.tensors import StatePath, UniqueNames
 from resumekit.serialization.writing import (
     ExtraFiles,
     FrozenFiles,

@@ -17,21 +17,21 @@ import numpy as np
 import torch
 
 from resumekit.errors import CorruptCheckpointError, FormatVersionError
-from resumekit.serialization.dtypes import (
+from resumekit.serialization.leaves import (
     ELEMENT_TYPES,
-    TORCH_CONSTANTS,
-    ElementType,
-    dtype_from_json,
-)
-from resumekit.serialization.leaves import dense_strides, flat_bytes, retyped
-from resumekit.serialization.limits import (
     FACTORIES,
     MAX_DEPTH,
     MAX_NAMEDTUPLE_TYPES,
+    TORCH_CONSTANTS,
+    ElementType,
     checked_shape,
     checked_sizes,
+    dense_strides,
+    dtype_from_json,
+    flat_bytes,
     hash_flood,
     namedtuple_type,
+    retyped,
     typed,
 )
 

@@ -15,11 +15,9 @@ import xxhash
 
 from resumekit.errors import UnsupportedValueError
 from resumekit.serialization.encoding import as_numbers, described_dtype, encode
-from resumekit.serialization.leaves import buffers_of
-from resumekit.serialization.limits import MAX_DEPTH
+from resumekit.serialization.leaves import MAX_DEPTH, buffers_of
 from resumekit.serialization.sharding import Box, box_of, copy_group, is_sharded, local_part
-from resumekit.serialization.state_paths import StatePath, UniqueNames
-from resumekit.serialization.tensors import check_tensor
+from resumekit.serialization.tensors import StatePath, UniqueNames, check_tensor
 
 _ROOT = StatePath("state")
 

@@ -27,6 +27,8 @@ A decoded value is equal and of the same type, with these exceptions: an enum be
 ``nn.Parameter`` a plain tensor, a namedtuple a new type of the same name and fields (equal to the
 old one); tensors are on the CPU, without holes in memory. Tensors that share memory share it again;
 of lists and dicts only the values are kept. Other values are refused, with their path.
+
+The state of one rank is its tensors by name, sharded or plain, and all else as such a tree.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from json import dumps
@@ -43,19 +45,28 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from resumekit.errors import UnsupportedValueError
-from resumekit.serialization.dtypes import dtype_to_json
-from resumekit.serialization.leaves import Leaf, bytes_leaf
-from resumekit.serialization.limits import (
+from resumekit.serialization.layouts import part_name
+from resumekit.serialization.leaves import (
     FACTORIES,
     MAX_DEPTH,
     MAX_NAMEDTUPLE_TYPES,
+    Leaf,
+    bytes_leaf,
+    dtype_to_json,
     hash_flood,
     namedtuple_type,
 )
-from resumekit.serialization.state_paths import StatePath, UniqueNames
-from resumekit.serialization.tensors import FoundTensor, StoredTensors, store
+from resumekit.serialization.sharding import FlatPart, is_sharded, local_part, pieces_of
+from resumekit.serialization.tensors import (
+    FoundTensor,
+    StatePath,
+    StoredTensors,
+    UniqueNames,
+    store,
+)
 
 
 @dataclass(frozen=True)
@@ -394,3 +405,105 @@ def _without_enums(key: Any) -> Any:
     if isinstance(key, Enum):
         return _without_enums(key.value)
     return tuple(map(_without_enums, key)) if isinstance(key, tuple) else key
+
+
+# ---------------------------------------------------------------- the state of one rank
+
+
+@dataclass(frozen=True)
+class LocalState:
+    """A state as one rank holds it.
+
+    Args:
+        key: the component's key.
+        tree: everything except tensors, which it refers to by name.
+        tensors: the live tensors by name, sharded or plain.
+        found: the part of each in this rank's memory.
+        leaves: bytes that are no tensors, equal on every rank.
+        ties: names of tensors that are the same tensor as another name.
+        first_rank_only: the plain tensors that may differ between the ranks; rank 0's are stored.
+    """
+
+    key: str
+    tree: Any
+    tensors: dict[str, Any]
+    found: dict[str, FoundTensor]
+    leaves: dict[str, Leaf]
+    ties: dict[str, str]
+    first_rank_only: frozenset[str] = frozenset()
+
+    @property
+    def layout(self) -> Any:
+        """All that a plan depends on; equal layouts have the same plan."""
+        tensors = {
+            name: (tensor.dtype, tensor.shape, local_part(tensor).shape, sharding_of(tensor))
+            for name, tensor in self.tensors.items()
+        }
+        return tensors, self.ties, self.first_rank_only
+
+    def leaves_of(self, name: str) -> Iterator[tuple[str, Leaf]]:
+        """This rank's parts of a tensor, each with the name that it is stored under."""
+        path = StatePath(name)
+        for number, piece in enumerate(pieces_of(self.tensors[name])):
+            yield part_name(name, number), FoundTensor(piece, path, name).leaf()
+
+
+def encode_local(key: str, state: Any, *, first_rank_only: Collection[str] = ()) -> LocalState:
+    """The state of one component as this rank holds it; nothing is copied.
+
+    Args:
+        key: the component's key.
+        state: nested state; tensors are named by their path in it, a model's by FQN.
+        first_rank_only: names of plain tensors that may differ between the ranks.
+
+    Raises:
+        UnsupportedValueError: a value cannot be stored; names its path.
+    """
+    return _LocalEncoder().local_state(key, state, frozenset(first_rank_only))
+
+
+def sharding_of(tensor: Any) -> Any:
+    """The mesh and the placements of a DTensor; None for a plain tensor. Equal for equal ones."""
+    if isinstance(tensor, FlatPart):
+        return tensor.begin
+    return (tensor.device_mesh, tuple(tensor.placements)) if is_sharded(tensor) else None
+
+
+class _LocalEncoder(Encoder):
+    """Notes tensors by name instead of arranging them, and takes DTensors by their local part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[str, Any] = {}
+        self.found: dict[str, FoundTensor] = {}
+        self.ties: dict[str, str] = {}
+        self._owners: dict[Any, str] = {}
+        self._by_type[FlatPart] = self._flat
+
+    def local_state(self, key: str, state: Any, first_rank_only: frozenset[str]) -> LocalState:
+        tree = self.encode(state, where=key)
+        self._release()
+        return LocalState(
+            key, tree, self.tensors, self.found, self._leaves, self.ties, first_rank_only
+        )
+
+    def _flat(self, value: FlatPart, path: StatePath, _: int) -> Any:
+        found = self._examined(value.local, path)
+        # A tie is the same object twice, which ranks with an empty part see too.
+        return self._note(value, found, id(value))
+
+    def _tensor(self, value: Tensor, path: StatePath, _: int) -> Any:
+        found = self._examined(local_part(value), path)
+        view = (found.view, tuple(value.shape), sharding_of(value))
+        return self._note(value, found, None if found.is_unaliased else view)
+
+    def _note(self, tensor: Any, found: FoundTensor, identity: object) -> Any:
+        """The node of a tensor; equal identities are ties, None is equal to nothing."""
+        name = found.name
+        first = name if identity is None else self._owners.setdefault(identity, name)
+        if first == name:
+            self.tensors[name] = tensor
+            self.found[name] = found
+        else:
+            self.ties[name] = first
+        return {"$tensor": first}

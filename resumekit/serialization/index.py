@@ -24,10 +24,16 @@ from typing import Any, NamedTuple
 
 from resumekit.errors import CorruptCheckpointError, FormatVersionError, UnsupportedValueError
 from resumekit.serialization.decoding import known_element
-from resumekit.serialization.dtypes import ElementType
 from resumekit.serialization.layouts import Layout, Logical
-from resumekit.serialization.leaves import Leaf, dense_strides
-from resumekit.serialization.limits import MAX_SIZE, checked_shape, checked_sizes, typed
+from resumekit.serialization.leaves import (
+    MAX_SIZE,
+    ElementType,
+    Leaf,
+    checked_shape,
+    checked_sizes,
+    dense_strides,
+    typed,
+)
 from resumekit.serialization.sharding import Box
 from resumekit.storage import parse_json
 

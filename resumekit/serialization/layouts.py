@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from resumekit.serialization.dtypes import ElementType
-from resumekit.serialization.limits import MAX_SIZE, typed
+from resumekit.serialization.leaves import MAX_SIZE, ElementType, typed
 from resumekit.serialization.sharding import Box
 
 Column = NDArray[np.int64]

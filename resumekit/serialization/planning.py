@@ -16,8 +16,8 @@ import numpy as np
 import xxhash
 
 from resumekit.errors import RankDisagreementError, UnsupportedValueError
+from resumekit.serialization.encoding import LocalState, sharding_of
 from resumekit.serialization.layouts import Column, Layout, Logical
-from resumekit.serialization.local_state import LocalState, sharding_of
 from resumekit.serialization.sharding import boxes_of, is_sharded, local_part
 from resumekit.storage import BLOCK_BYTES
 

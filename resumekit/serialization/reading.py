@@ -1,14 +1,18 @@
 """Reads states that one rank wrote whole, or several ranks in shards, as this rank needs them.
 
 A state that one rank wrote is read as a sharded one with a single writer.
+
+A caller that reads box by box needs no memory for whole tensors.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -26,10 +30,16 @@ from resumekit.serialization.deferral import (
     plain_meta,
 )
 from resumekit.serialization.digests import leaves_of
+from resumekit.serialization.encoding import sharding_of
 from resumekit.serialization.index import Index, ShardedIndex, stem_of
-from resumekit.serialization.layouts import Fetch, Logical, plan_fetches
-from resumekit.serialization.leaves import PLAIN_TYPES, dense_strides, flat_bytes, retyped
-from resumekit.serialization.local_state import sharding_of
+from resumekit.serialization.layouts import Fetch, Logical, part_name, plan_fetches
+from resumekit.serialization.leaves import (
+    PLAIN_TYPES,
+    ElementType,
+    dense_strides,
+    flat_bytes,
+    retyped,
+)
 from resumekit.serialization.sharding import Box, box_of, local_part, sharded_like
 from resumekit.storage import StepReader, use_huge_pages
 
@@ -376,3 +386,132 @@ def _memory(logical: Logical, box: Box) -> Tensor:
 def _without_values(logical: Logical) -> Tensor:
     strides, dtype = dense_strides(logical.shape), logical.element.dtype
     return torch.empty_strided(logical.shape, strides, dtype=dtype, device="meta")
+
+
+# ---------------------------------------------------------------- box by box
+
+
+@dataclass(frozen=True, eq=False)
+class StoredTensor:
+    """A whole tensor of a checkpoint, whichever ranks wrote its parts.
+
+    Args:
+        name: in its index.
+        meta: what stands for it in the state.
+        logical: its type, shape and parts.
+        files: the data files of their writers.
+    """
+
+    name: str
+    meta: Tensor
+    logical: Logical
+    files: DataFiles
+
+    @property
+    def element(self) -> ElementType:
+        """The type of its elements."""
+        return self.logical.element
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its whole shape."""
+        return self.logical.shape
+
+    @property
+    def num_bytes(self) -> int:
+        """The length of all its parts."""
+        return math.prod(self.shape) * self.element.num_bytes
+
+    def has_digests_of(self, other: StoredTensor) -> bool:
+        """Whether the digests of the blocks that hold it prove that both have the same bytes.
+
+        Nothing is read for it but the indices. False says nothing: the layouts may differ.
+
+        Raises:
+            CheckpointError: damage, or an I/O error.
+        """
+        mine, theirs = self.logical.chunks, other.logical.chunks
+        if len(mine) != len(theirs) or self.shape != other.shape or self.element != other.element:
+            return False
+        return all(
+            first == second for first, second in zip(self._digests(), other._digests(), strict=True)
+        )
+
+    def _digests(self) -> Iterator[tuple[Any, ...]]:
+        for chunk in self.logical.chunks:
+            files = self.files[chunk.writer]
+            yield chunk.box, *files.block_digests(part_name(self.name, chunk.number))
+
+
+@dataclass(frozen=True)
+class StoredState:
+    """A state of a checkpoint whose tensors have not been read.
+
+    Args:
+        state: with its tensors on the meta device. Of those that share memory with another one,
+            the values are there.
+        tensors: the stored tensor of each, by the id of the one on the meta device.
+    """
+
+    state: Any
+    tensors: Mapping[int, StoredTensor]
+
+
+def open_state(source: Source, merge: Merge) -> StoredState:
+    """The state of a component as all its writers stored it; tensors are not read.
+
+    Args:
+        source: its files.
+        merge: makes one state of those of all groups.
+
+    Raises:
+        CheckpointError: damage of an index, or an I/O error.
+    """
+    views = source.views()
+    tensors = {
+        id(meta): StoredTensor(name, meta, view.index.tensors[name], view.files)
+        for view in views
+        for name, meta in view.meta_tensors.items()
+    }
+    return StoredState(merge([view.state() for view in views]), tensors)
+
+
+def read_boxes(wanted: Sequence[tuple[StoredTensor, Box]]) -> list[Tensor]:
+    """Boxes of tensors as plain numbers, verified; a file's blocks are read once for all of them.
+
+    Args:
+        wanted: one box of each tensor.
+
+    Raises:
+        CheckpointError: damage, or an I/O error.
+    """
+    memories = [
+        torch.empty(box.sizes, dtype=PLAIN_TYPES[tensor.element.num_bytes], device="cpu")
+        for tensor, box in wanted
+    ]
+    of_files: dict[int, list[int]] = {}
+    for number, (tensor, _) in enumerate(wanted):
+        of_files.setdefault(id(tensor.files), []).append(number)
+    for numbers in of_files.values():
+        tensors = {wanted[number][0].name: wanted[number][0].logical for number in numbers}
+        boxes = {wanted[number][0].name: wanted[number][1] for number in numbers}
+        targets = {wanted[number][0].name: memories[number] for number in numbers}
+        _fill(wanted[numbers[0]][0].files, tensors, boxes, targets)
+    return memories
+
+
+def _fill(
+    files: DataFiles,
+    tensors: Mapping[str, Logical],
+    boxes: Mapping[str, Box],
+    targets: Mapping[str, Tensor],
+) -> None:
+    fetches: dict[int, list[Fetch]] = {}
+    for fetch in plan_fetches(tensors, boxes):
+        fetches.setdefault(fetch.chunk.writer, []).append(fetch)
+    for writer in sorted(fetches):
+        for file, its_fetches in files[writer].divide(fetches[writer]):
+            if its_fetches:
+                file.require(its_fetches, tensors)
+                parts = (file.parts(each, targets[each.name]) for each in its_fetches)
+                file.read(list(chain.from_iterable(parts)), check_header=False)

@@ -10,11 +10,10 @@ import torch
 
 from resumekit.errors import CorruptCheckpointError, UnsupportedValueError
 from resumekit.serialization.copying import Image, pieces_of
-from resumekit.serialization.encoding import Encoder
+from resumekit.serialization.encoding import Encoder, LocalState
 from resumekit.serialization.index import Index, ShardedIndex, arrange, header, stem_of
 from resumekit.serialization.layouts import Logical
 from resumekit.serialization.leaves import Leaf
-from resumekit.serialization.local_state import LocalState
 from resumekit.serialization.planning import Assignment
 from resumekit.serialization.sharding import is_sharded
 from resumekit.storage import (

@@ -206,7 +206,7 @@ class FileEntry:
     Args:
         path: relative to the step directory, parts joined by ``/``.
         size: in bytes.
-        digest: 32 hexadecimal digits, see ``digest.py``.
+        digest: 32 hexadecimal digits, as the module says.
         writer: the rank that wrote it.
     """
 

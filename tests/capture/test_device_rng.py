@@ -21,7 +21,7 @@ import json, types
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as register
 from resumekit.capture import RngState
-from resumekit.data.rng_recording import read_states, write_states
+from resumekit.data.workers import read_states, write_states
 from resumekit.journal import RandomStates
 
 toy = types.ModuleType("torch.toy")
@@ -243,7 +243,7 @@ def test_torch_runs_a_queued_seed_after_a_queued_state() -> None:
 def test_a_seed_from_before_the_restore_does_not_overwrite_a_cuda_state() -> None:
     code = """
 from resumekit.capture import RngState
-from resumekit.data.rng_recording import write_states
+from resumekit.data.workers import write_states
 found = []
 torch.manual_seed(0)
 state = RngState().state_dict()

@@ -28,7 +28,7 @@ from torch.utils.data import (
 
 from resumekit.capture import RngState
 from resumekit.data import DataPosition, ResumableSampler, open_source
-from resumekit.data.keys import RunSeed
+from resumekit.data.keyed import RunSeed
 from resumekit.errors import DataPositionError
 from resumekit.state import Fidelity, WorldChange
 

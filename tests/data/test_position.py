@@ -28,7 +28,7 @@ from resumekit.data import (
     ResumableSampler,
     open_source,
 )
-from resumekit.data.rng_recording import read_states
+from resumekit.data.workers import read_states
 from resumekit.errors import ConfigurationError, DataPositionError
 from resumekit.state import Fidelity
 
@@ -461,7 +461,7 @@ def test_random_states_are_kept_only_where_they_are_drawn_from_as_the_epoch_goes
 
 
 def test_an_epoch_too_long_to_keep_its_states_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("resumekit.data.rng_recording.MAX_BYTES", 10_000)
+    monkeypatch.setattr("resumekit.data.workers.MAX_BYTES", 10_000)
     seed_everything(1)
     loop = Loop(DataLoader(Noisy(), BATCH_SIZE, sampler=AsItGoes()))
     loop.begin()

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit.data import DataPosition, PrefetchedLoader, epoch_usage
-from resumekit.data.keys import RunSeed
+from resumekit.data.keyed import RunSeed
 from resumekit.errors import StateMismatchError
 from resumekit.state import WorldChange
 

@@ -39,7 +39,7 @@ from resumekit import Progress
 from resumekit.adapters.torch import Checkpointer
 from resumekit.data import DistributedResumableSampler, ResumableSampler
 from resumekit.data.epoch_order import OrderDigest
-from resumekit.data.keys import Repeats
+from resumekit.data.keyed import Repeats
 
 
 @pytest.fixture(autouse=True)

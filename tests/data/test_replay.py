@@ -22,7 +22,7 @@ from resumekit.adapters.torch import Checkpointer
 from resumekit.capture import RngState
 from resumekit.data import ReplaySource, open_source
 from resumekit.data.iterable import BatchDigest
-from resumekit.data.rng_recording import FetchRecorder, read_states, write_states
+from resumekit.data.workers import FetchRecorder, read_states, write_states
 from resumekit.errors import DataPositionError, InexactError
 from resumekit.log import show_messages
 from resumekit.state import Fidelity
@@ -586,7 +586,7 @@ def test_states_are_kept_only_for_generators_that_the_training_draws_from_as_wel
 def test_an_epoch_too_long_to_keep_all_states_of_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("resumekit.data.rng_recording.MAX_BYTES", 20_000)
+    monkeypatch.setattr("resumekit.data.workers.MAX_BYTES", 20_000)
     source = open_source(make_loader("drawing"), "train")
     source.begin(0)
     for _ in range(3):

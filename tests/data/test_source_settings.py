@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from resumekit.data import DataPosition, PrefetchedLoader
-from resumekit.data.keys import RunSeed
+from resumekit.data.keyed import RunSeed
 
 
 class Stream(IterableDataset[int]):

@@ -16,7 +16,7 @@ from resumekit.diff import CheckpointDifference, ComponentDifference, compare_ch
 from resumekit.diff.checkpoints import changed_prefixes
 from resumekit.diff.tensors import boxes_of_shape
 from resumekit.errors import ConfigurationError, CorruptCheckpointError
-from resumekit.serialization import streaming
+from resumekit.serialization import reading
 
 NAN = float("nan")
 
@@ -264,7 +264,7 @@ def test_equal_digests_need_no_read(checkpoints: Any, monkeypatch: pytest.Monkey
 
     def noted(wanted: Any) -> Any:
         read.extend(wanted)
-        return streaming.read_boxes(wanted)
+        return reading.read_boxes(wanted)
 
     monkeypatch.setattr("resumekit.diff.tensors.read_boxes", noted)
     assert compare_checkpoints(first, second).is_equal

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from resumekit.diff import ElementDifferences
 from resumekit.diff.elements import are_comparable, compare_elements
 from resumekit.serialization import element_type
-from resumekit.serialization.dtypes import ELEMENT_TYPES
+from resumekit.serialization.leaves import ELEMENT_TYPES
 
 NAN, INF = float("nan"), float("inf")
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -26,8 +26,8 @@ from resumekit.errors import (
     UnsupportedValueError,
 )
 from resumekit.serialization import decode, read_payload
-from resumekit.serialization.dtypes import ELEMENT_TYPES, TORCH_CONSTANTS
 from resumekit.serialization.index import Index, Record, header
+from resumekit.serialization.leaves import ELEMENT_TYPES, TORCH_CONSTANTS
 from resumekit.storage import BLOCK_BYTES, BlockDigester
 
 STEM = "state/rank-00000"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from resumekit.run.saving.frozen_links import FrozenLinks
+from resumekit.run.saving.payloads import FrozenLinks
 from resumekit.serialization import (
     FrozenFiles,
     Payload,

@@ -23,8 +23,8 @@ from resumekit.serialization import (
     layouts,
 )
 from resumekit.serialization import planning as plan_module
+from resumekit.serialization.encoding import LocalState
 from resumekit.serialization.layouts import Layout
-from resumekit.serialization.local_state import LocalState
 from resumekit.serialization.sharding import Box, FlatPart, box_of, local_part
 
 SHAPES = ((96, 4), (33, 2), (7,))

@@ -27,8 +27,7 @@ from resumekit.serialization import (
     read_payload,
     read_sharded,
 )
-from resumekit.serialization.dtypes import ELEMENT_TYPES
-from resumekit.serialization.leaves import dense_strides, retyped
+from resumekit.serialization.leaves import ELEMENT_TYPES, dense_strides, retyped
 
 # torch warns once in a process that complex32 is experimental.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")

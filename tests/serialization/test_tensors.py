@@ -13,9 +13,15 @@ import torch
 from safetensors import safe_open
 
 from resumekit.serialization import encode, read_payload
-from resumekit.serialization.dtypes import ELEMENT_TYPES, element_type
 from resumekit.serialization.index import Index
-from resumekit.serialization.leaves import CHUNK_BYTES, buffers_of, dense_strides, retyped
+from resumekit.serialization.leaves import (
+    CHUNK_BYTES,
+    ELEMENT_TYPES,
+    buffers_of,
+    dense_strides,
+    element_type,
+    retyped,
+)
 
 # torch warns once in a process that complex32 is experimental.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")

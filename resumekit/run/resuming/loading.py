@@ -23,8 +23,7 @@ from resumekit.run.resuming.compatibility import (
     of_other_frameworks,
     regrouped_buffers,
 )
-from resumekit.run.resuming.finder import Found
-from resumekit.run.resuming.renames import models_first
+from resumekit.run.resuming.finder import Found, models_first
 from resumekit.run.resuming.state_origins import StateOrigins
 from resumekit.state import ComponentState, SharingPattern, Slot, StateComponent, WorldChange
 from resumekit.storage import ComponentRecord

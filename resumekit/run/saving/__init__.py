@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from resumekit.run.saving.background import abandon_work, drain
 from resumekit.run.saving.in_flight import SaveInFlight
-from resumekit.run.saving.requests import NOTHING, RequestExchange, Requests
+from resumekit.run.saving.requests import NOTHING, LeaveSignals, RequestExchange, Requests
 from resumekit.run.saving.saver import Saver
-from resumekit.run.saving.signals import LeaveSignals
 from resumekit.run.saving.snapshot import Snapshot
 
 __all__ = [

@@ -1,20 +1,262 @@
-"""The save of a run that is in flight: the collective acts that begin it and end it."""
+"""The save in flight: what is left of it after its safe point, on each rank and for all of them.
+
+A job refers to no live object of the training but to the leaves of its payloads.
+
+In the background nothing is collective: a rank writes its files and leaves a part; rank 0 waits for
+the parts of all ranks and commits. It gives up at once for a rank whose process has ended, and for
+any other after the agreement timeout. The staging directory is then removed, and the previous
+checkpoint stays.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from resumekit.distributed import World, from_rank
+from resumekit.distributed import World, as_error, from_rank
+from resumekit.errors import ResumekitError, SaveError, SharedDirectoryError
 from resumekit.log import logger
 from resumekit.progress_display import human_bytes
 from resumekit.run.saving.background import Work, add_work
-from resumekit.run.saving.background_save import BackgroundSave
-from resumekit.run.saving.job import Payloads, SaveJob
+from resumekit.run.saving.payloads import AnyPayload
 from resumekit.run.saving.processes import Processes
 from resumekit.run.saving.snapshot import Snapshot
-from resumekit.storage import Manifest, num_threads
+from resumekit.storage import (
+    FileEntry,
+    Manifest,
+    Part,
+    Parts,
+    RetentionPolicy,
+    Staging,
+    StepName,
+    Store,
+    num_threads,
+)
+
+Payloads = Sequence[AnyPayload]
+
+
+@dataclass
+class SaveJob:
+    """One save of one rank.
+
+    Args:
+        world: the ranks.
+        store: where the checkpoint goes.
+        staging: looks for the staging directory; a rank may find that it does not see it.
+        payloads: what this rank writes.
+        manifest: of the checkpoint, but for the files.
+        retention: which old checkpoints are kept.
+        save_number: counts the saves of this attempt, the same on all ranks.
+
+    Attributes:
+        files: that this rank has written, once ``write`` has returned.
+    """
+
+    world: World
+    store: Store
+    staging: Callable[[], Staging]
+    payloads: Payloads
+    manifest: Manifest
+    retention: RetentionPolicy
+    save_number: int
+    files: tuple[FileEntry, ...] = ()
+
+    @property
+    def name(self) -> StepName:
+        """Of the checkpoint."""
+        return self.manifest.name
+
+    def write(self) -> tuple[FileEntry, ...]:
+        """This rank's lines of the inventory, once its files survive a power cut.
+
+        Raises:
+            SaveError: a file could not be written.
+            SharedDirectoryError: this rank does not see what rank 0 has made.
+        """
+        staging = self.staging()
+        with staging.writing():
+            self.files = tuple(entry for each in self.payloads for entry in each.write(staging))
+        return self.files
+
+    def leave_part(self, files: Iterable[FileEntry] = (), error: str | None = None) -> None:
+        """Reports to rank 0 what this rank has written, or why it has not.
+
+        Raises:
+            SaveError: the report could not be written.
+            SharedDirectoryError: this rank does not see what rank 0 has made.
+        """
+        run_id, attempt = self.manifest.run_id, self.manifest.attempt
+        step, rank = self.manifest.step, self.world.rank
+        part = Part(run_id, attempt, step, self.save_number, rank, tuple(files), error)
+        self.staging().leave_part(part)
+
+    def parts(self) -> Parts:
+        """The reports of all ranks. Rank 0 only."""
+        return self.staging().parts(
+            run_id=self.manifest.run_id,
+            attempt=self.manifest.attempt,
+            save_number=self.save_number,
+            world_size=self.world.world_size,
+        )
+
+    def commit(self, files: Iterable[FileEntry]) -> None:
+        """Makes the checkpoint of all ranks' files. Rank 0 only.
+
+        Raises:
+            OwnershipLostError: another attempt owns the directory now.
+            SaveError: nothing was committed.
+        """
+        self.store.commit(self.staging(), replace(self.manifest, files=tuple(files)))
+
+    def abandon(self) -> None:
+        """Removes what was written. Rank 0 only."""
+        self.store.abandon(self.staging())
+
+    # The new checkpoint is committed: an old one that cannot be removed does not undo that.
+
+    def retain(self) -> None:
+        """Renames old checkpoints away; ``empty_trash`` frees their space. Rank 0 only."""
+        _logged(lambda: self.store.retain(self.retention))
+
+    def empty_trash(self) -> None:
+        """Removes the files of old checkpoints, which may take long. Rank 0 only."""
+        _logged(self.store.empty_trash)
+
+
+def _logged(removal: Callable[[], object]) -> None:
+    try:
+        removal()
+    except SaveError as error:
+        logger.warning("old checkpoints could not be removed: %s", error)
+
+
+# ---------------------------------------------------------------- one rank, in the background
+
+# How often rank 0 looks for the parts: seldom when it takes long.
+_FIRST_PAUSE_SECONDS = 0.002
+_LONGEST_PAUSE_SECONDS = 0.1
+
+
+class BackgroundSave:
+    """One save in the background, as one rank sees it.
+
+    Args:
+        job: what is to be done.
+        processes: of all ranks.
+
+    Attributes:
+        name: of the checkpoint.
+        manifest: of the checkpoint, but for the files.
+        micro_step: that it is of.
+        files: that this rank has written; read them when ``work`` is done.
+        work: in the queue of the background thread.
+    """
+
+    def __init__(self, job: SaveJob, processes: Processes) -> None:
+        self.name = job.name
+        self.manifest = job.manifest
+        self.files: tuple[FileEntry, ...] = ()
+        self.micro_step: int = job.manifest.progress["micro_step"]
+        self._world = job.world
+        self._processes = processes
+        self._written = threading.Event()
+        self._write_error: ResumekitError | None = None
+        self._given_up: ResumekitError | None = None
+        self._staging = job.staging
+        what = f"the save at step {self.name.step}"
+        self.work = Work(what, lambda: self._save(job))
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it is known on this rank to have failed."""
+        is_over = self.work.is_done and self.work.wait() is not None
+        return is_over or self._write_error is not None
+
+    def wait_until_written(self) -> ResumekitError | None:
+        """Waits for this rank's files; the error that they ended with, or None."""
+        self._written.wait()
+        return self._write_error
+
+    def give_up(self, error: ResumekitError) -> None:
+        """Rank 0 waits no longer for the parts of others, and does not commit."""
+        self._given_up = error
+
+    def wait_for_first(self) -> None:
+        """Waits until rank 0 has committed or removed the staging directory, or does neither."""
+        deadline = time.monotonic() + self._world.timeout_seconds
+        first = self._world.ranks[:1]
+        while time.monotonic() < deadline and not self._processes.ended(first):
+            try:
+                self._staging()
+            except SharedDirectoryError:  # it is not there any more
+                return
+            time.sleep(_LONGEST_PAUSE_SECONDS)
+
+    # ---------------------------------------------------------------- in the background
+
+    def _save(self, job: SaveJob) -> ResumekitError | None:
+        self._write_error = error = self._attempt(lambda: self._write(job))
+        self._written.set()
+        if self._world.is_first:
+            error = error or self._attempt(lambda: self._commit(job))
+            if error is not None:
+                self._attempt(job.abandon)
+        return error
+
+    def _attempt(self, action: Callable[[], object]) -> ResumekitError | None:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - nobody above this would see it
+            return as_error(self._world.rank, error)
+        return None
+
+    def _write(self, job: SaveJob) -> None:
+        is_alone = self._world.world_size == 1
+        try:
+            self.files = job.write()
+        except Exception as error:
+            if not is_alone:
+                with suppress(ResumekitError):  # rank 0 learns of it from this rank's requests too
+                    job.leave_part(error=str(error))
+            raise
+        if not is_alone:
+            job.leave_part(self.files)
+
+    def _commit(self, job: SaveJob) -> None:
+        job.commit(self.files if self._world.world_size == 1 else self._files_of_all(job))
+        job.retain()
+        job.empty_trash()
+
+    def _files_of_all(self, job: SaveJob) -> tuple[FileEntry, ...]:
+        parts, pause = job.parts(), _FIRST_PAUSE_SECONDS
+        deadline = time.monotonic() + self._world.timeout_seconds
+        while not parts.look():
+            if self._given_up is not None:
+                raise self._given_up
+            ended = self._processes.ended(parts.missing)
+            if (ended or time.monotonic() > deadline) and not parts.look():
+                raise self._missing(ended or parts.missing, has_ended=bool(ended))
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        return parts.files()
+
+    def _missing(self, ranks: Sequence[int], *, has_ended: bool) -> SaveError:
+        waited = f"has not written its part after {self._world.timeout_seconds:g} seconds"
+        return SaveError(
+            f"rank {ranks[0]}",
+            found="its process ended before its part was written" if has_ended else waited,
+            expected="the parts of all ranks",
+            remedy="Start the job again: it continues from its newest checkpoint",
+        )
+
+
+# ---------------------------------------------------------------- the collective acts
 
 _NUM_MEASURED = 3
 

@@ -19,11 +19,16 @@ from resumekit.errors import ResumekitError
 from resumekit.progress_display import show_progress
 from resumekit.run.agreement import ComponentGroups
 from resumekit.run.progress import Progress
-from resumekit.run.saving.frozen_links import FrozenLinks, finish_comparing, link, with_frozen
-from resumekit.run.saving.gpus import wait_for_gpus
-from resumekit.run.saving.in_flight import CopySize, SaveInFlight
-from resumekit.run.saving.job import Payloads, SaveJob
-from resumekit.run.saving.shard_planner import ShardPlanner, directory_of
+from resumekit.run.saving.in_flight import CopySize, Payloads, SaveInFlight, SaveJob
+from resumekit.run.saving.payloads import (
+    FrozenLinks,
+    ShardPlanner,
+    directory_of,
+    finish_comparing,
+    link,
+    with_frozen,
+)
+from resumekit.run.saving.snapshot import wait_for_gpus
 from resumekit.serialization import ExtraFiles, Payload, ShardedPayload
 from resumekit.state import CaptureReport, SharingPattern, StateComponent
 from resumekit.storage import (

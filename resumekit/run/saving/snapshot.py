@@ -1,17 +1,243 @@
-"""Host memory for a copy of what a rank writes: allocated once and reused by all its saves."""
+"""Host memory for a copy of what a rank writes: allocated once and reused by all its saves.
+
+Where GPUs are in use it is pinned: registered with the driver as long as it is mapped. How much may
+be taken depends on the control groups of the process and on the machine.
+The page cache counts as available: the kernel drops it when memory is needed.
+
+Source: Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst of Linux.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import weakref
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
 
 from resumekit.errors import SaveError
-from resumekit.run.saving.available_memory import available_memory
-from resumekit.run.saving.frozen_links import AnyPayload
-from resumekit.run.saving.pinned_memory import snapshot_buffer
-from resumekit.storage import HostBuffer
+from resumekit.log import logger
+from resumekit.run.saving.payloads import AnyPayload
+from resumekit.storage import HostBuffer, address_of
+
+
+def used_gpus() -> list[int]:
+    """The CUDA devices on which this process has a context, by index; it creates none."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch 2.13
+        return []
+    # torch 2.13 c10/cuda/CUDAFunctions.h hasPrimaryContext, which torch asks before it pins memory.
+    has_context = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]  # noqa: SLF001  # has no public name
+    return [index for index in range(torch.cuda.device_count()) if has_context(index)]
+
+
+def wait_for_gpus() -> None:
+    """Waits until all used GPUs have done what was launched, on whichever stream.
+
+    Only then does host memory hold what was copied to it with ``non_blocking=True``.
+    """
+    for index in used_gpus():
+        torch.cuda.synchronize(index)
+
+
+# ---------------------------------------------------------------- pinned memory
+
+_ALREADY_REGISTERED = 712  # CUDA driver_types.h cudaErrorHostMemoryAlreadyRegistered; HIP's too
+_MAX_ATTEMPTS = 8
+
+
+class CudaDriver:
+    """Registers host memory with the CUDA driver; results are CUDA error codes, 0 for success.
+
+    Args:
+        index: a GPU with a context: a call for another GPU creates one there, of hundreds of MB.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def register(self, memory: memoryview) -> int:
+        """Lets the driver copy to this memory by itself."""
+        with torch.cuda.device(self._index):
+            return self._checked(_cudart().cudaHostRegister(address_of(memory), memory.nbytes, 0))
+
+    def unregister(self, memory: memoryview) -> int:
+        """Ends that."""
+        with torch.cuda.device(self._index):
+            return self._checked(_cudart().cudaHostUnregister(address_of(memory)))
+
+    def _checked(self, result: Any) -> int:
+        """The error code; after a failure CUDA's last error is cleared."""
+        if int(result):
+            # CUDA keeps the error until the next kernel launch of this thread raises it: here, not
+            # in the training. torch 2.13 c10/cuda/CUDAException.h C10_CUDA_KERNEL_LAUNCH_CHECK.
+            try:
+                torch.ones(1, device=f"cuda:{self._index}")
+            except RuntimeError as error:
+                logger.debug("CUDA error %s: %s", int(result), error)
+        return int(result)
+
+
+class PinnedBuffer(HostBuffer):
+    """Memory that a driver copies to by itself, until the buffer is released or collected.
+
+    The driver keeps the pages of a registration, and would write to them after the system has given
+    the address to other memory. So a registered mapping cannot end: the registration refers to it,
+    and ends first, also at the exit of the process.
+
+    Args:
+        num_bytes: the size of ``view``.
+        driver: that registers it.
+
+    Attributes:
+        error: the driver's error code, for memory that is not registered; else 0.
+
+    Raises:
+        OSError: ENOMEM, the system grants no such mapping.
+    """
+
+    def __init__(self, num_bytes: int, driver: CudaDriver) -> None:
+        super().__init__(num_bytes)
+        memory = self.view[:]
+        self.error = driver.register(memory)
+        self._end = weakref.finalize(self, _unregister, driver, memory, owner=os.getpid())
+        if self.error:
+            self._end.detach()
+
+    def release(self) -> None:
+        """As of every buffer; the driver copies nothing more to it by itself."""
+        self._end()
+        super().release()
+
+
+def snapshot_buffer(num_bytes: int) -> HostBuffer:
+    """Memory for a copy of the state: pinned, if this process uses a GPU and the driver permits it.
+
+    Raises:
+        OSError: as ``pinned_buffer``.
+    """
+    gpus = used_gpus()
+    if not gpus:
+        return HostBuffer(num_bytes)
+    current = torch.cuda.current_device()
+    return pinned_buffer(num_bytes, CudaDriver(current if current in gpus else gpus[0]))
+
+
+def pinned_buffer(num_bytes: int, driver: CudaDriver) -> PinnedBuffer:
+    """Memory that the driver registers, or refuses to, in which case saves block longer.
+
+    Raises:
+        OSError: ENOMEM, the system grants no such mapping, or none that is not registered already.
+    """
+    # Somebody unmapped memory at this address and left it registered: what the driver copies to it
+    # is lost. Such a mapping is kept until there is another, or the system would give it again.
+    unusable = []
+    for _ in range(_MAX_ATTEMPTS):
+        buffer = PinnedBuffer(num_bytes, driver)
+        if buffer.error != _ALREADY_REGISTERED:
+            break
+        unusable.append(buffer)
+    else:
+        raise OSError(errno.ENOMEM, "CUDA still refers to memory that was unmapped")
+    if buffer.error:
+        logger.warning(
+            "saves block training longer: the copy is not in pinned memory (CUDA error %d)",
+            buffer.error,
+        )
+    return buffer
+
+
+def _unregister(driver: CudaDriver, memory: memoryview, *, owner: int) -> None:
+    if os.getpid() != owner:  # a forked child has neither the memory nor CUDA
+        return
+    error = driver.unregister(memory)
+    if error:  # the next registration at this address is refused, and other memory is used
+        logger.debug("cudaHostUnregister: CUDA error %d", error)
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch 2.13
+
+
+# ---------------------------------------------------------------- available memory
+
+_UNLIMITED = 1 << 60  # v1 writes the largest number of pages for no limit
+_CGROUPS = "sys/fs/cgroup"
+
+
+def available_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that all processes of this control group may still take; None where it is unknown.
+
+    Args:
+        root: of the file system; tests have one of their own.
+    """
+    rooms = [room for room in (_machine(root), *_cgroups(root)) if room is not None]
+    return max(min(rooms), 0) if rooms else None
+
+
+def _machine(root: Path) -> int | None:
+    fields = _fields(root / "proc/meminfo")
+    return fields["MemAvailable"] << 10 if "MemAvailable" in fields else None
+
+
+def _cgroups(root: Path) -> Iterator[int | None]:
+    """What the limit of each control group above this process leaves."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            for directory in _with_parents(root / _CGROUPS, path):
+                yield _room_v2(directory)
+        elif "memory" in controllers.split(","):
+            for directory in _with_parents(root / _CGROUPS / "memory", path):
+                yield _room_v1(directory)
+
+
+def _with_parents(mount: Path, path: str) -> Iterator[Path]:
+    # In a container the path may be the one outside of it: then only the mount itself exists.
+    below = PurePosixPath(path.lstrip("/"))
+    for each in (below, *below.parents):
+        yield mount / each
+
+
+def _room_v2(directory: Path) -> int | None:
+    cache = ("active_file", "inactive_file", "slab_reclaimable")
+    return _room(directory, "memory.max", "memory.current", cache)
+
+
+def _room_v1(directory: Path) -> int | None:
+    cache = ("total_active_file", "total_inactive_file")
+    return _room(directory, "memory.limit_in_bytes", "memory.usage_in_bytes", cache)
+
+
+def _room(directory: Path, limit: str, usage: str, cache: tuple[str, ...]) -> int | None:
+    most, used = _number(directory / limit), _number(directory / usage)
+    if most is None or used is None or most >= _UNLIMITED:
+        return None
+    fields = _fields(directory / "memory.stat")
+    return most - used + sum(fields.get(name, 0) for name in cache)
+
+
+def _number(path: Path) -> int | None:
+    text = _read(path).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """The numbers of lines such as ``anon 4096`` and ``MemAvailable:  4 kB``, by name."""
+    rows = (line.replace(":", " ").split() for line in _read(path).splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdecimal()}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("ascii", "replace")
+    except OSError:  # another system, or a kernel that does not show it
+        return ""
+
+
+# ---------------------------------------------------------------- the copy of a save
 
 _SPARE = 64  # a 64th more than needed: a list in the state that grows must not cost new pages
 _LEFT_FREE = 10  # a tenth of the available memory stays free for the training

@@ -11,7 +11,7 @@ from failpoints import NoLock
 
 from crashlab.disk import Disk
 from crashlab.recording import RUN, Recording, RecordingFileSystem
-from resumekit.run.saving.frozen_links import FrozenLinks
+from resumekit.run.saving.payloads import FrozenLinks
 from resumekit.serialization import FrozenFiles
 from resumekit.serialization.leaves import bytes_leaf
 from resumekit.storage import FileEntry, RetentionPolicy, Staging, StepName, Store

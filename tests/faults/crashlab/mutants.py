@@ -13,7 +13,7 @@ from pathlib import Path
 from crashlab.interruptions import Passing
 from crashlab.jobs import Wrap
 from crashlab.recording import RUN
-from resumekit.run.saving.frozen_links import FrozenLinks
+from resumekit.run.saving.payloads import FrozenLinks
 from resumekit.serialization import FrozenFiles
 from resumekit.storage import (
     Checkpoint,

@@ -25,7 +25,7 @@ from crashlab.interruptions import RefusesLinks
 from crashlab.jobs import Job, Wrap
 from crashlab.recording import RUN, Recording
 from resumekit.errors import SaveError
-from resumekit.run.saving.frozen_links import FrozenLinks
+from resumekit.run.saving.payloads import FrozenLinks
 from resumekit.serialization import FrozenFiles
 from resumekit.storage import Parts, RetentionPolicy, StepName, Store
 
