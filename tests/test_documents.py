@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
@@ -86,4 +87,5 @@ def test_the_table_of_options_is_that_of_the_code() -> None:
 
 
 def test_the_keywords_of_the_options_are_its_fields() -> None:
+    assert get_type_hints(OptionKeywords) == get_type_hints(Options)
     assert list(OptionKeywords.__annotations__) == [item.name for item in fields(Options)]

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import os
 import re
+from collections import abc
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import chain
 from pathlib import Path
-from typing import Any, TypedDict
+from types import UnionType
+from typing import Any, Literal, TypedDict, Union, get_args, get_origin, get_type_hints
 
 from resumekit.cadence import parse_cadence
 from resumekit.capture import GRADIENT_BUCKETS, OPTIMIZER_PARAMETERS
 from resumekit.distributed import AGREEMENT_TIMEOUT_SECONDS
 from resumekit.errors import ConfigurationError, did_you_mean
-from resumekit.state import Slot, StateComponent, Validation
+from resumekit.state import Slot, StateComponent
 from resumekit.storage import RetentionPolicy, StepName
 
-CHANGES = ("batch_size", "horizon", "world_size")
+Change = Literal["batch_size", "horizon", "world_size"]
 
 # Those that launchers, schedulers and people send, and that a process can take.
-SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP")
+SignalName = Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP"]
 
 
 class OptionKeywords(TypedDict, total=False):
@@ -31,27 +34,27 @@ class OptionKeywords(TypedDict, total=False):
     keep_best: int
     keep_every: int | None
     best_metric: str | None
-    mode: str
-    randomness: str
+    mode: Literal["min", "max"]
+    randomness: Literal["tape", "keyed"]
     strict: bool
     exclude: Collection[str]
     allow_missing: Collection[str]
     per_rank: Collection[str]
-    allow_changes: Collection[str]
+    allow_changes: Collection[Change]
     rename: Mapping[str, str]
     resume_from: str | None
-    on_save_error: str
-    async_save: bool | str
-    on_save_in_flight: str
+    on_save_error: Literal["raise", "warn"]
+    async_save: bool | Literal["auto"]
+    on_save_in_flight: Literal["wait", "skip"]
     grace_seconds: float
-    mid_accumulation: str
-    leave_on: Collection[str]
+    mid_accumulation: Literal["boundary", "gradients"]
+    leave_on: Collection[SignalName]
     agreement_timeout_seconds: int
-    validate: str
+    validate: Literal["off", "digest", "full"]
     transient: Collection[str]
     user_state_limit: int
-    loop_variables: str
-    on_divergence: str
+    loop_variables: Literal["restore", "report", "off"]
+    on_divergence: Literal["warn", "raise"]
     record_command: bool
 
 
@@ -123,27 +126,27 @@ class Options:
     keep_best: int = 1
     keep_every: int | None = None
     best_metric: str | None = None
-    mode: str = "min"
-    randomness: str = "tape"
+    mode: Literal["min", "max"] = "min"
+    randomness: Literal["tape", "keyed"] = "tape"
     strict: bool = False
     exclude: Collection[str] = field(default_factory=frozenset)
     allow_missing: Collection[str] = field(default_factory=frozenset)
     per_rank: Collection[str] = field(default_factory=frozenset)
-    allow_changes: Collection[str] = field(default_factory=frozenset)
+    allow_changes: Collection[Change] = field(default_factory=frozenset)
     rename: Mapping[str, str] = field(default_factory=dict)
     resume_from: str | None = None
-    on_save_error: str = "raise"
-    async_save: bool | str = False
-    on_save_in_flight: str = "wait"
+    on_save_error: Literal["raise", "warn"] = "raise"
+    async_save: bool | Literal["auto"] = False
+    on_save_in_flight: Literal["wait", "skip"] = "wait"
     grace_seconds: float = 30.0
-    mid_accumulation: str = "boundary"
-    leave_on: Collection[str] = ("SIGTERM", "SIGUSR1", "SIGINT")
+    mid_accumulation: Literal["boundary", "gradients"] = "boundary"
+    leave_on: Collection[SignalName] = ("SIGTERM", "SIGUSR1", "SIGINT")
     agreement_timeout_seconds: int = AGREEMENT_TIMEOUT_SECONDS
-    validate: str = Validation.DIGEST.value
+    validate: Literal["off", "digest", "full"] = "digest"
     transient: Collection[str] = field(default_factory=frozenset)
     user_state_limit: int = 256 * 10**6
-    loop_variables: str = "restore"
-    on_divergence: str = "warn"
+    loop_variables: Literal["restore", "report", "off"] = "restore"
+    on_divergence: Literal["warn", "raise"] = "warn"
     record_command: bool = True
 
     @property
@@ -180,33 +183,20 @@ class Options:
         parse_cadence(self.save_every, self.mtbf)
         _check_prefixes(self.rename)
         _check_step_name(self.resume_from)
-        _one_of("mode", self.mode, ("min", "max"))
-        _one_of("on_save_error", self.on_save_error, ("raise", "warn"))
-        _one_of("async_save", self.async_save, (False, True, "auto"))
-        _one_of("on_save_in_flight", self.on_save_in_flight, ("wait", "skip"))
         _check_seconds("grace_seconds", self.grace_seconds)
-        _one_of("mid_accumulation", self.mid_accumulation, ("boundary", "gradients"))
-        _one_of("randomness", self.randomness, ("tape", "keyed"))
-        _one_of("validate", self.validate, tuple(level.value for level in Validation))
-        _one_of("strict", self.strict, (True, False))
-        _one_of("record_command", self.record_command, (True, False))
         _at_least("keep_latest", self.keep_latest, 1)
         _at_least("keep_best", self.keep_best, 0)
         _at_least("keep_every", self.keep_every, 1)
         _at_least("agreement_timeout_seconds", self.agreement_timeout_seconds, 1)
         _at_least("user_state_limit", self.user_state_limit, 0)
-        _one_of("loop_variables", self.loop_variables, ("restore", "report", "off"))
-        _one_of("on_divergence", self.on_divergence, ("warn", "raise"))
         _check_names("transient", self.transient)
         _check_keys("exclude", self.exclude)
         _check_keys("allow_missing", self.allow_missing)
         _check_keys("per_rank", self.per_rank)
         _check_names("allow_changes", self.allow_changes)
         _check_names("leave_on", self.leave_on)
-        for name in self.leave_on:
-            _one_of("leave_on", name, SIGNALS)
-        for change in self.allow_changes:
-            _one_of("allow_changes", change, CHANGES)
+        for name, kind in get_type_hints(Options).items():
+            _check_words(name, getattr(self, name), kind)
 
 
 # What else one adapter or another takes by name.
@@ -279,6 +269,26 @@ def is_per_rank(names: Collection[str], key: str) -> bool:
     """
     is_derived = key.rpartition("/")[2] in (OPTIMIZER_PARAMETERS, GRADIENT_BUCKETS)
     return key in names if is_derived else names_component(names, key)
+
+
+def _check_words(name: str, value: Any, kind: Any) -> None:
+    """Raises ConfigurationError unless this is one of the words, where the type lists them."""
+    if get_origin(kind) is abc.Collection:
+        for each in value:
+            _check_words(name, each, *get_args(kind))
+    elif words := _words_of(kind):
+        _one_of(name, value, words)
+
+
+def _words_of(kind: Any) -> tuple[object, ...]:
+    """All values of a type that lists them, as Literal does; empty for any other."""
+    if kind is bool:
+        return False, True
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    is_union = get_origin(kind) in (Union, UnionType)  # with Literal it is the former
+    found = [_words_of(each) for each in get_args(kind)] if is_union else []
+    return tuple(chain.from_iterable(found)) if all(found) else ()
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -132,7 +132,7 @@ class Plan:
     num_epochs: int = 2
     loop: str = "batches"
     save_every: int = 1
-    randomness: str = "tape"
+    randomness: Literal["tape", "keyed"] = "tape"
     persistent: bool = False
 
     @property
