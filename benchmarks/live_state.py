@@ -335,7 +335,7 @@ class Launch:
 
 
 def launch(
-    case: Case, mode: str, directory: Path, num_saves: int, profiled: Sequence[int] = ()
+    case: Case, mode: Any, directory: Path, num_saves: int, profiled: Sequence[int] = ()
 ) -> Launch:
     """Runs the program in this process until it has made so many saves."""
     reset_peak()

@@ -51,10 +51,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from resumekit.serialization import (
     Assignment,
     LocalState,
-    Plan,
     Proposal,
+    SavePlan,
     ShardedPayload,
-    Source,
+    StoredSource,
     assign,
     data_files,
     encode_local,
@@ -320,7 +320,7 @@ def _sent(model: Model, num_ranks: int) -> list[bytes]:
 
 
 def _payloads(
-    local: Mapping[str, LocalState], plans: Mapping[str, Plan], clock: Clock
+    local: Mapping[str, LocalState], plans: Mapping[str, SavePlan], clock: Clock
 ) -> list[ShardedPayload]:
     with clock.timed("index"):
         return [
@@ -353,7 +353,7 @@ def _flat(key: str, state: Any) -> dict[str, Any]:
     }
 
 
-def _needed(plans: Mapping[str, Plan], live: Mapping[str, Any]) -> dict[str, set[int]]:
+def _needed(plans: Mapping[str, SavePlan], live: Mapping[str, Any]) -> dict[str, set[int]]:
     """The writers whose files the rank that resumes opens."""
     found: dict[str, set[int]] = {}
     for key, plan in plans.items():
@@ -370,7 +370,7 @@ def _needed(plans: Mapping[str, Plan], live: Mapping[str, Any]) -> dict[str, set
 def _of_the_others(
     staging: Staging,
     local: Mapping[str, LocalState],
-    plans: Mapping[str, Plan],
+    plans: Mapping[str, SavePlan],
     num_ranks: int,
     needed: Mapping[str, set[int]],
 ) -> list[FileEntry]:
@@ -420,7 +420,7 @@ def _resume(store: Store, name: Any, live: Mapping[str, Any]) -> dict[str, float
                     (named[name], tensor) for name, tensor in wanted.items() if is_sharded(tensor)
                 ]
 
-            found, _ = read_sharded(Source(step, key, key, ("index.json",)), pair)
+            found, _ = read_sharded(StoredSource(step, key, key, ("index.json",)), pair)
             for each, tensor in _flat(key, found).items():
                 assert local_part(tensor).shape == local_part(wanted[each]).shape
     seconds = {"open s": clock["open"], "resume s": clock["open"] + clock["resume plan"]}

@@ -31,7 +31,7 @@ from resumekit.adapters.transformers._private import attribute_faults, method_fa
 from resumekit.adapters.transformers.arguments import (
     BestModel,
     Counts,
-    Plan,
+    TrainingPlan,
     check_arguments,
     check_best_at_end,
     check_resume_argument,
@@ -190,7 +190,7 @@ class ResumeCallback(TrainerCallback):
         if self._saves_each_epoch:
             loop.set_cadence_text("at the end of each epoch")
         epoch, progress = loop.under_way(dataloader), loop.progress
-        self._plan = plan = Plan(
+        self._plan = plan = TrainingPlan(
             counts, args.gradient_accumulation_steps, progress.step, progress.epoch, *epoch
         )
         if loop.horizon not in ({}, plan.horizon(counts)):

@@ -141,7 +141,7 @@ class Counts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """How many steps and epochs are left of a run.
 
     The Trainer counts from its arguments, as if all epochs had as many batches as now. That is

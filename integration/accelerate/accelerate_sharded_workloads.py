@@ -90,7 +90,7 @@ def train(
     average: bool = False,
     mark: bool = True,
     states: bool = False,
-    mid_accumulation: str = "boundary",
+    mid_accumulation: Any = "boundary",
     width: int = 33,
     frozen: bool = False,
     async_save: bool = False,

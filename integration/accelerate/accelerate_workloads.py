@@ -78,7 +78,7 @@ def train(
     mark: bool = True,
     report: bool = False,
     annealed: bool = False,
-    allow: list[str] | None = None,
+    allow: Any = None,
     epochs: int = 2,
     save_every: int = 3,
     async_save: bool = False,

@@ -111,7 +111,7 @@ def train(
     *,
     workers: list[str],
     feed: str = "shuffle",
-    randomness: str = "keyed",
+    randomness: Any = "keyed",
     epochs: int = 2,
     save_every: int = 3,
 ) -> None:

@@ -181,7 +181,7 @@ def accumulate(
     job.close()
 
 
-def accumulate_with_accelerate(directory: str, *, mid_accumulation: str = "gradients") -> None:
+def accumulate_with_accelerate(directory: str, *, mid_accumulation: Any = "gradients") -> None:
     """The same by ``accelerator.accumulate``, which ends a window with each epoch."""
     from accelerate import Accelerator
     from accelerate.utils import set_seed

@@ -133,7 +133,7 @@ def take_over(
     model = Classifier(tied=tied, frozen=frozen, unused=unused)
     engine: Any = Plain(model) if stage is None else make_engine(model, stage, precision)
     extras = {"steps": 0}
-    changes = frozenset({"world_size"})
+    changes: Any = frozenset({"world_size"})
     if stage is None:
         checkpointer: Any = PlainCheckpointer(
             directory,

@@ -205,7 +205,7 @@ def train(
     workers: str = "0",
     augment: bool = False,
     accumulate: int = 1,
-    mid_accumulation: str = "boundary",
+    mid_accumulation: Any = "boundary",
     asks: bool = False,
     ema: str = "none",
     scheduler: str = "none",

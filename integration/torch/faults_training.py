@@ -39,7 +39,7 @@ def launch(directory: str, **options: Any) -> None:
 def train(
     directory: str,
     *,
-    on_save_error: str = "raise",
+    on_save_error: Any = "raise",
     keep_latest: int = 1,
     async_save: bool = False,
 ) -> None:

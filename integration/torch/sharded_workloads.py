@@ -349,7 +349,7 @@ def take_over(
 
 
 @in_a_process_group
-def drift(directory: str, *, layout: str, tensor: str, validate: str) -> None:
+def drift(directory: str, *, layout: str, tensor: str, validate: Any) -> None:
     """Takes a step, changes what the last rank holds of a tensor, and saves.
 
     Args:

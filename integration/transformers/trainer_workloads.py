@@ -313,7 +313,7 @@ def train(
     scaled: bool = False,
     scheduler: str = "cosine",
     logging_steps: int = 1,
-    allow: list[str] | None = None,
+    allow: Any = None,
     async_save: bool = False,
     keep_latest: int | None = 2,
     **settings: Any,

@@ -19,7 +19,7 @@ from resumekit.capture.ddp_buckets import (
     ddp_around,
 )
 from resumekit.capture.extras import AttributeState, Extras, KnownObjects
-from resumekit.capture.fingerprint import Difference, Severity, differences, fingerprint
+from resumekit.capture.fingerprint import SettingChange, Severity, differences, fingerprint
 from resumekit.capture.fsdp1 import FlatModelState
 from resumekit.capture.global_rng import (
     PYTHON_WORDS,
@@ -111,7 +111,6 @@ __all__ = [
     "TRAINED_IN",
     "AccumulatedGradients",
     "AttributeState",
-    "Difference",
     "Extras",
     "FlatModelState",
     "Holder",
@@ -128,6 +127,7 @@ __all__ = [
     "ScalerState",
     "SchedulerState",
     "Seen",
+    "SettingChange",
     "Severity",
     "UserState",
     "Walk",

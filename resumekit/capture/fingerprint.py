@@ -54,7 +54,7 @@ class Severity(str, Enum):
 
 
 @dataclass(frozen=True)
-class Difference:
+class SettingChange:
     """One setting that has changed.
 
     Args:
@@ -109,7 +109,7 @@ def fingerprint(
     return {key: plain(value) for key, value in {**found, **(settings or {})}.items()}
 
 
-def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[Difference, ...]:
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[SettingChange, ...]:
     """Every setting that differs, by name.
 
     Args:
@@ -138,7 +138,7 @@ def plain(value: Any) -> Any:
     return f"<{type(value).__name__}>"
 
 
-def _differences(name: str, then: Any, now: Any, severity: Severity) -> Iterator[Difference]:
+def _differences(name: str, then: Any, now: Any, severity: Severity) -> Iterator[SettingChange]:
     if isinstance(then, dict) and isinstance(now, dict):
         for key in [*then, *(key for key in now if key not in then)]:
             inner = Severity.HORIZON if key == HORIZON else severity
@@ -149,7 +149,7 @@ def _differences(name: str, then: Any, now: Any, severity: Severity) -> Iterator
         for index, (each, partner) in enumerate(zip(then, now, strict=True)):
             yield from _differences(f"{name}[{index}]", each, partner, severity)
     elif then != now:
-        yield Difference(name, then, now, severity)
+        yield SettingChange(name, then, now, severity)
 
 
 def repository_state(script: Path | None = None) -> dict[str, object] | None:

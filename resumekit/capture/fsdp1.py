@@ -199,7 +199,7 @@ def free_gathered(handle: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Moment:
+class OutlinedMoment:
     """Stands in an outline for a value that has the parameter's shape."""
 
     dtype: torch.dtype
@@ -211,11 +211,11 @@ class FlatOptimizerState(OptimizerState):
     _joined: Outline | None = None
 
     def outline(self) -> Outline:
-        """Plain values, and ``Moment`` for sharded ones, of each FSDP1 parameter."""
+        """Plain values, and ``OutlinedMoment`` for sharded ones, of each FSDP1 parameter."""
         parts = self._parts()
         return {
             fqn: {
-                name: Moment(value.dtype) if isinstance(value, FlatPart) else value
+                name: OutlinedMoment(value.dtype) if isinstance(value, FlatPart) else value
                 for name, value in values.items()
             }
             for fqn, values in self._rank_state()["state"].items()
@@ -244,7 +244,7 @@ class FlatOptimizerState(OptimizerState):
             if fqn in parts and fqn not in state:
                 state[fqn] = {
                     name: parts[fqn].like(torch.empty(0, dtype=value.dtype))
-                    if isinstance(value, Moment)
+                    if isinstance(value, OutlinedMoment)
                     else value
                     for name, value in values.items()
                 }

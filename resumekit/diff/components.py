@@ -11,7 +11,7 @@ from resumekit.capture import merge_states, merged_optimizers
 from resumekit.diff.leaves import Leaves, are_equal, is_tensor, named_leaves, short_text
 from resumekit.diff.result import ComponentDifference, ValueDifference
 from resumekit.diff.tensors import TensorPair, compare_tensors
-from resumekit.serialization import Source, StoredState, index_name, open_state
+from resumekit.serialization import StoredSource, StoredState, index_name, open_state
 from resumekit.state import CLOCK_SUFFIXES, SharingPattern, Slot
 from resumekit.storage import ComponentRecord, StepReader
 
@@ -59,7 +59,7 @@ class Side:
         if record.pattern == SharingPattern.SHARDED.value:
             firsts = [group[0] for group in record.groups] or [0]
             indices = tuple(index_name(first, len(firsts) > 1) for first in firsts)
-        source = Source(self.step, record.directory, record.key, indices, writer)
+        source = StoredSource(self.step, record.directory, record.key, indices, writer)
         return open_state(source, self._merge)
 
     def _merge(self, states: list[Any]) -> Any:

@@ -9,7 +9,7 @@ from types import MethodType
 from typing import Any
 
 from resumekit.cadence import SaveInterval, parse_cadence
-from resumekit.capture import Difference
+from resumekit.capture import SettingChange
 from resumekit.distributed import World
 from resumekit.errors import InexactError
 from resumekit.log import logger
@@ -310,7 +310,7 @@ class ResumeReport:
     step: int = 0
     path: Path | None = None
     components: tuple[CaptureLine, ...] = ()
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[SettingChange, ...] = ()
     changes: tuple[str, ...] = ()
     not_needed: tuple[str, ...] = ()
     fresh: tuple[str, ...] = ()

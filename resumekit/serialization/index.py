@@ -40,7 +40,7 @@ from resumekit.storage import parse_json
 _HEADER_ALIGNMENT = 4096
 
 
-class Record(NamedTuple):
+class TensorRecord(NamedTuple):
     """One tensor of the data file.
 
     Args:
@@ -65,22 +65,22 @@ class Record(NamedTuple):
         return self.begin + self.num_bytes
 
 
-def arrange(leaves: Mapping[str, Leaf]) -> tuple[Record, ...]:
+def arrange(leaves: Mapping[str, Leaf]) -> tuple[TensorRecord, ...]:
     """An offset for every leaf, one after the other without a gap.
 
     Large elements come first, so that each tensor is aligned to its elements; stock readers view
     the file in place and need that.
     """
-    records: list[Record] = []
+    records: list[TensorRecord] = []
     begin = 0
     for name, leaf in sorted(leaves.items(), key=lambda item: -item[1].element.num_bytes):
         num_bytes = leaf.num_bytes
-        records.append(Record(name, leaf.element, leaf.shape, begin, num_bytes, leaf.strides))
+        records.append(TensorRecord(name, leaf.element, leaf.shape, begin, num_bytes, leaf.strides))
         begin += num_bytes
     return tuple(records)
 
 
-def header(records: Iterable[Record], ties: Mapping[str, str]) -> bytes:
+def header(records: Iterable[TensorRecord], ties: Mapping[str, str]) -> bytes:
     """The header of the data file, its length included, padded with spaces to 4096 bytes.
 
     Args:
@@ -147,7 +147,7 @@ class Index:
     """
 
     states: Mapping[str, Any]
-    records: tuple[Record, ...] = ()
+    records: tuple[TensorRecord, ...] = ()
     ties: Mapping[str, str] = field(default_factory=dict)
     block_digests: tuple[str, ...] = ()
 
@@ -243,7 +243,7 @@ def _to_bytes(name: str, version: int, fields: dict[str, Any]) -> bytes:
     return (_readable(named) + "\n").encode("ascii")
 
 
-def _record_to_json(record: Record) -> dict[str, Any]:
+def _record_to_json(record: TensorRecord) -> dict[str, Any]:
     row = {
         "dtype": record.element.name,
         "shape": list(record.shape),
@@ -253,8 +253,8 @@ def _record_to_json(record: Record) -> dict[str, Any]:
     return row if record.strides is None else {**row, "strides": list(record.strides)}
 
 
-def _records(rows: dict[str, Any], where: str) -> tuple[Record, ...]:
-    records: list[Record] = []
+def _records(rows: dict[str, Any], where: str) -> tuple[TensorRecord, ...]:
+    records: list[TensorRecord] = []
     reached = 0
     for name, row in rows.items():
         record = _record(name, typed(dict, row), where)
@@ -268,7 +268,7 @@ def _records(rows: dict[str, Any], where: str) -> tuple[Record, ...]:
     return tuple(records)
 
 
-def _record(name: str, row: dict[str, Any], where: str) -> Record:
+def _record(name: str, row: dict[str, Any], where: str) -> TensorRecord:
     if set(row) - {"strides"} != {"dtype", "shape", "begin", "end"}:
         raise ValueError(f"{name[:200]!r} has the fields {str(sorted(row))[:200]}")
     begin, shape = typed(int, row["begin"]), checked_shape(row["shape"])
@@ -277,7 +277,7 @@ def _record(name: str, row: dict[str, Any], where: str) -> Record:
         raise ValueError(f"{name[:200]!r} has the strides {strides} and the shape {shape}")
     element = known_element(row["dtype"], where=where)
     num_bytes = math.prod(shape) * element.num_bytes
-    return Record(name, element, shape, begin, num_bytes, strides)
+    return TensorRecord(name, element, shape, begin, num_bytes, strides)
 
 
 def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

@@ -116,7 +116,7 @@ HolderPositions = dict[int, tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class SavePlan:
     """What the ranks of a group write of a component, as the first of them decides.
 
     Args:
@@ -172,7 +172,7 @@ class Assignment:
 
 def assign(
     local: LocalState, proposals: Sequence[Proposal], ranks: Sequence[int] | None = None
-) -> Plan:
+) -> SavePlan:
     """What each rank is to write; parts that several ranks hold are divided among them.
 
     Args:
@@ -205,7 +205,7 @@ def assign(
         np.array([numbers[id(kinds[n])] if n in kinds else 0 for n in names], _NUMBER).tobytes(),
         np.array([rotations.get(name, 0) for name in names], _NUMBER).tobytes(),
     )
-    return Plan(tensors, choice, positions)
+    return SavePlan(tensors, choice, positions)
 
 
 class _Kind:

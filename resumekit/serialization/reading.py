@@ -52,7 +52,7 @@ PartOf = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
-class Source:
+class StoredSource:
     """The files of a component in a checkpoint.
 
     Args:
@@ -167,7 +167,7 @@ def _deferred(
 
 
 def read_sharded(
-    source: Source,
+    source: StoredSource,
     pair: Callable[[Any], Pairs],
     check: Callable[[Any], None] = lambda state: None,
     *,
@@ -222,7 +222,9 @@ class _View:
         meta_tensors: the tensors of the state on the meta device, by name.
     """
 
-    def __init__(self, source: Source, name: str, index: ShardedIndex, files: DataFiles) -> None:
+    def __init__(
+        self, source: StoredSource, name: str, index: ShardedIndex, files: DataFiles
+    ) -> None:
         self.where = f"{source.step.name}/{source.directory}/{name}"
         self.files = files
         self.index = index
@@ -457,7 +459,7 @@ class StoredState:
     tensors: Mapping[int, StoredTensor]
 
 
-def open_state(source: Source, merge: Merge) -> StoredState:
+def open_state(source: StoredSource, merge: Merge) -> StoredState:
     """The state of a component as all its writers stored it; tensors are not read.
 
     Args:

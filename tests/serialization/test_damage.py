@@ -26,7 +26,7 @@ from resumekit.errors import (
     UnsupportedValueError,
 )
 from resumekit.serialization import decode, read_payload
-from resumekit.serialization.index import Index, Record, header
+from resumekit.serialization.index import Index, TensorRecord, header
 from resumekit.serialization.leaves import ELEMENT_TYPES, TORCH_CONSTANTS
 from resumekit.storage import BLOCK_BYTES, BlockDigester
 
@@ -198,8 +198,8 @@ def test_an_index_that_makes_no_sense_is_found(
         read_payload(step, "state", 0)
 
 
-def _record(name: str, begin: int, num_elements: int = 4) -> Record:
-    return Record(name, ELEMENT_TYPES["float32"], (num_elements,), begin, 4 * num_elements)
+def _record(name: str, begin: int, num_elements: int = 4) -> TensorRecord:
+    return TensorRecord(name, ELEMENT_TYPES["float32"], (num_elements,), begin, 4 * num_elements)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def _record(name: str, begin: int, num_elements: int = 4) -> Record:
     ],
 )  # fmt: skip
 def test_an_index_and_a_header_that_agree_on_nonsense_are_found(
-    records: list[Record], num_bytes: int, checkpoints: Any
+    records: list[TensorRecord], num_bytes: int, checkpoints: Any
 ) -> None:
     data = header(records, {}) + bytes(num_bytes)
     digester = BlockDigester()

@@ -14,7 +14,7 @@ from resumekit.errors import UnsupportedValueError
 from resumekit.serialization import (
     Proposal,
     ShardedPayload,
-    Source,
+    StoredSource,
     encode_local,
     read_sharded,
 )
@@ -85,7 +85,7 @@ def test_every_cut_reads_its_ranges_of_every_other(checkpoints: Any, ranks: Any,
     whole = {str(s): torch.randn(s) for s in SHAPES}
     ends = {name: cuts(seed, w.numel(), 3) for name, w in whole.items()}
     step = written(checkpoints, ranks, [state_of(whole, ends, rank) for rank in range(3)])
-    source = Source(step, "state", "model", ("index.json",))
+    source = StoredSource(step, "state", "model", ("index.json",))
     found, _ = read_sharded(source, lambda state: ())
     for name, w in whole.items():
         assert torch.equal(found[name], w)
@@ -111,7 +111,7 @@ def test_one_part_under_two_names_is_a_tie_even_where_it_is_empty(
     whole = torch.randn(4, 3)
     parts = [cut(whole, 0, 0), cut(whole, 0, 12)]
     step = written(checkpoints, ranks, [{"a": part, "b": part} for part in parts])
-    source = Source(step, "state", "model", ("index.json",))
+    source = StoredSource(step, "state", "model", ("index.json",))
     found, _ = read_sharded(source, lambda state: ())
     assert found["a"] is found["b"]
 

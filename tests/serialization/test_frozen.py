@@ -16,7 +16,7 @@ from resumekit.serialization import (
     Payload,
     Proposal,
     ShardedPayload,
-    Source,
+    StoredSource,
     encode_local,
     read_payload,
     read_sharded,
@@ -55,7 +55,7 @@ def test_frozen_shards_are_read_with_the_others(
     )
     num_frozen = sum(".frozen.safetensors" in entry.path for entry in step.manifest.files)
     assert num_frozen == (0 if frozen == {"other"} else 2 if frozen != {"plain"} else 1)
-    found, _ = read_sharded(Source(step, "state", "model", ("index.json",)), lambda saved: [])
+    found, _ = read_sharded(StoredSource(step, "state", "model", ("index.json",)), lambda saved: [])
     expected = {"rows": WHOLE, "columns": WHOLE, "plain": torch.arange(5)}
     assert same({name: found[name] for name in expected}, expected)
 

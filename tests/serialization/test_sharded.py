@@ -20,7 +20,7 @@ from resumekit.serialization import (
     Payload,
     Proposal,
     ShardedPayload,
-    Source,
+    StoredSource,
     assign,
     encode_local,
     planning,
@@ -80,7 +80,7 @@ def save(
 
 def load(step: StepReader, live: State, *, is_sharded: bool = True) -> State:
     """What this rank reads for a live state."""
-    source = Source(step, "state", "model", ("index.json",) if is_sharded else ())
+    source = StoredSource(step, "state", "model", ("index.json",) if is_sharded else ())
     state: State = read_sharded(source, pairs(live))[0]
     return state
 
@@ -262,7 +262,7 @@ def test_the_check_refuses_before_a_tensor_is_read(checkpoints: Any, ranks: Any)
         raise StateMismatchError("model", found="another shape")
 
     with pytest.raises(StateMismatchError):
-        read_sharded(Source(step, "state", "model", ("index.json",)), lambda _: (), check)
+        read_sharded(StoredSource(step, "state", "model", ("index.json",)), lambda _: (), check)
     assert seen == [((7, 6), torch.float32, "meta")]
 
 

@@ -21,7 +21,7 @@ from resumekit.serialization import (
     Payload,
     Proposal,
     ShardedPayload,
-    Source,
+    StoredSource,
     copying,
     encode_local,
     read_payload,
@@ -280,7 +280,7 @@ def test_shards_and_flat_parts_are_copied(
     step = checkpoints.commit(
         lambda staging: [entry for each in payloads for entry in each.write(staging)]
     )
-    source = Source(step, "state", "model", ("index.json",))
+    source = StoredSource(step, "state", "model", ("index.json",))
     found, _ = read_sharded(source, lambda saved: [])
     whole = torch.arange(42.0).view(7, 6)
     expected = {"rows": whole, "columns": whole, "plain": torch.arange(5), "flat": whole}

@@ -117,7 +117,7 @@ class Holder:
     lacks_state: bool = False
 
 
-class Slot(NamedTuple):
+class ValueSlot(NamedTuple):
     """One value of an object.
 
     Args:
@@ -194,7 +194,7 @@ def _read_attribute(owner: Any, name: str) -> Any:
 
 def deleted_slots(
     paths: Iterable[str], objects: Mapping[str, Any]
-) -> Iterator[tuple[str, str, Slot]]:
+) -> Iterator[tuple[str, str, ValueSlot]]:
     """Path, owner and slot of each attribute that an object had and has no more.
 
     Args:
@@ -210,7 +210,7 @@ def deleted_slots(
             name in registered(owner, f"{kind}s") for kind in _KINDS_OF_TENSORS
         )
         if is_gone and not is_tensor:
-            yield path, where, Slot(owner, Role.ATTRIBUTE, name)
+            yield path, where, ValueSlot(owner, Role.ATTRIBUTE, name)
 
 
 def _write_attribute(owner: Any, name: str, value: Any) -> None:
@@ -355,7 +355,7 @@ def may_appear(owner: Any, name: str) -> bool:
 
 def contents(
     owner: Any, holder: Holder, *, in_component: bool, is_saved: bool
-) -> Iterator[tuple[Slot, Any]]:
+) -> Iterator[tuple[ValueSlot, Any]]:
     """The slots of an object with their values, submodules excepted.
 
     Args:
@@ -376,15 +376,15 @@ def contents(
     elif isinstance(owner, Enum):  # not what the module enum keeps in each member
         for name, value in vars(owner).items():
             if not _is_of_enum(name):
-                yield Slot(owner, Role.ATTRIBUTE, name), value
+                yield ValueSlot(owner, Role.ATTRIBUTE, name), value
     elif owner is not holder.value and _is_simple(class_of(owner)):  # most objects
         for name, value in vars(owner).items():
-            yield Slot(owner, Role.ATTRIBUTE, name), value
+            yield ValueSlot(owner, Role.ATTRIBUTE, name), value
     else:
         yield from _with_values(_slots_of_object(owner, holder))
 
 
-def _with_values(slots: Iterable[Slot]) -> Iterator[tuple[Slot, Any]]:
+def _with_values(slots: Iterable[ValueSlot]) -> Iterator[tuple[ValueSlot, Any]]:
     for slot in slots:
         try:
             yield slot, slot.get()
@@ -398,36 +398,38 @@ def _is_simple(kind: Any) -> bool:
     return bool(kind.__dictoffset__) and not slots_of(kind) and not issubclass(kind, _CONTAINERS)
 
 
-def _slots_of_object(owner: Any, holder: Holder) -> Iterator[Slot]:
+def _slots_of_object(owner: Any, holder: Holder) -> Iterator[ValueSlot]:
     if owner is holder.value and not holder.attributes_only and kind_of(owner) is Kind.STATEFUL:
-        yield Slot(owner, Role.STATE, "")
+        yield ValueSlot(owner, Role.STATE, "")
         return
     if isinstance(owner, _CONTAINERS):
-        yield Slot(owner, Role.ITEMS, "")
+        yield ValueSlot(owner, Role.ITEMS, "")
     for name in attribute_names(owner):
         is_root = owner is holder.value
         is_asked = holder.only is None or name in holder.only
         if not is_root or (is_asked and name not in holder.left_out):
-            yield Slot(owner, Role.ATTRIBUTE, name)
+            yield ValueSlot(owner, Role.ATTRIBUTE, name)
 
 
-def _slots_of_function(function: Any) -> Iterator[Slot]:
+def _slots_of_function(function: Any) -> Iterator[ValueSlot]:
     names = function.__code__.co_freevars
-    yield from (Slot(function, Role.CELL, name) for name in names if name != "__class__")
+    yield from (ValueSlot(function, Role.CELL, name) for name in names if name != "__class__")
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     if any(kind_of(each) is not Kind.SCALAR for each in defaults):
-        yield Slot(function, Role.DEFAULTS, "")
-    yield from (Slot(function, Role.ATTRIBUTE, n) for n in vars(function) if n != "__wrapped__")
+        yield ValueSlot(function, Role.DEFAULTS, "")
+    yield from (
+        ValueSlot(function, Role.ATTRIBUTE, n) for n in vars(function) if n != "__wrapped__"
+    )
 
 
-def _of_class(kind: type) -> Iterator[tuple[Slot, Any]]:
+def _of_class(kind: type) -> Iterator[tuple[ValueSlot, Any]]:
     """The attributes of a class that are neither code nor bookkeeping."""
     if issubclass(kind, Enum):
         return
     for name, value in vars(kind).items():
         is_own = not (name.startswith("__") and name.endswith("__")) and name[:5] != "_abc_"
         if is_own and not (inspect.isroutine(value) or inspect.isdatadescriptor(value)):
-            yield Slot(kind, Role.ATTRIBUTE, name), value
+            yield ValueSlot(kind, Role.ATTRIBUTE, name), value
 
 
 def _is_of_enum(name: str) -> bool:
@@ -440,18 +442,18 @@ OF_TORCH = (Optimizer, LRScheduler, DataLoader)
 _OF_LOADER = frozenset({"dataset", "sampler", "batch_sampler", "collate_fn", "generator"})
 
 
-def _slots_of_torch(owner: Any, *, is_saved: bool) -> Iterator[Slot]:
+def _slots_of_torch(owner: Any, *, is_saved: bool) -> Iterator[ValueSlot]:
     of_torch = attributes_set_by(LIBRARIES, class_of(owner))
     if isinstance(owner, Optimizer):
         of_torch |= attributes_set_by(LIBRARIES, LRScheduler)  # it marks and wraps its optimizer
         if not is_saved:
-            yield Slot(owner, Role.OPTIMIZER, "")
+            yield ValueSlot(owner, Role.OPTIMIZER, "")
     for name in attribute_names(owner):
         is_mine = name not in of_torch and not name.startswith("_optimizer_")
         if not is_mine and not is_saved:
             is_mine = isinstance(owner, LRScheduler) or name in _OF_LOADER
         if is_mine or name == "lr_lambdas":
-            yield Slot(owner, Role.ATTRIBUTE, name)
+            yield ValueSlot(owner, Role.ATTRIBUTE, name)
 
 
 def attribute_names(owner: Any) -> list[str]:
@@ -469,25 +471,25 @@ def attribute_names(owner: Any) -> list[str]:
     return found
 
 
-def _of_module(module: nn.Module, *, in_component: bool) -> Iterator[tuple[Slot, Any]]:
-    yield Slot(module, Role.TRAINING, ""), module.training
+def _of_module(module: nn.Module, *, in_component: bool) -> Iterator[tuple[ValueSlot, Any]]:
+    yield ValueSlot(module, Role.TRAINING, ""), module.training
     loose = registered(module, "non_persistent_buffers_set")
     for name, parameter in registered(module, "parameters").items():
         if parameter is not None:
-            yield Slot(module, Role.REQUIRES_GRAD, name), parameter.requires_grad
+            yield ValueSlot(module, Role.REQUIRES_GRAD, name), parameter.requires_grad
             if not in_component:
-                yield Slot(module, Role.PARAMETER, name), parameter
+                yield ValueSlot(module, Role.PARAMETER, name), parameter
     for name, buffer in registered(module, "buffers").items():
         if name in loose or not (in_component or buffer is None):
-            yield Slot(module, Role.BUFFER, name), buffer
+            yield ValueSlot(module, Role.BUFFER, name), buffer
     if isinstance(module, nn.ModuleList):
-        yield Slot(module, Role.MODULES, ""), _read_modules(module, "")
+        yield ValueSlot(module, Role.MODULES, ""), _read_modules(module, "")
     if type(module).get_extra_state is nn.Module.get_extra_state:
         values = vars(module)
         for name in _names_in(values):
-            yield Slot(module, Role.ATTRIBUTE, name), values[name]
+            yield ValueSlot(module, Role.ATTRIBUTE, name), values[name]
     elif not in_component:  # it says itself which of its attributes are state
-        yield from _with_values([Slot(module, Role.EXTRA_STATE, "")])
+        yield from _with_values([ValueSlot(module, Role.EXTRA_STATE, "")])
 
 
 def _names_in(values: Mapping[str, Any]) -> list[str]:

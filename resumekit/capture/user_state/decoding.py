@@ -18,7 +18,7 @@ from torch import nn
 
 from resumekit.capture.restore import Restorer, class_name, describe, fits, is_same_class
 from resumekit.capture.rng import new_generator, set_generator_state
-from resumekit.capture.user_state.attributes import Role, Slot
+from resumekit.capture.user_state.attributes import Role, ValueSlot
 from resumekit.capture.user_state.digests import gradient_of, reduced
 from resumekit.capture.user_state.encoding import (
     NODE_MAPPINGS,
@@ -70,7 +70,7 @@ _REPLACEABLE_BY: dict[Kind, tuple[str, ...]] = {
 }
 
 
-class Decoder:
+class NodeDecoder:
     """Makes live values of encoded ones, in the live objects where they can hold them.
 
     Nothing live changes before ``run``: what is to be done is collected first.
@@ -104,7 +104,7 @@ class Decoder:
         self.objects: dict[str, Any] = {}  # that no launch makes, by their path in the checkpoint
         self._memory = SharedMemory(where, layouts, data, walk.seen, walk.clusters, filled)
         self._actions: list[Callable[[], Any]] = []
-        self._assigned: list[tuple[Slot, Any]] = []
+        self._assigned: list[tuple[ValueSlot, Any]] = []
         # Live objects that a node fills, or none may, by id.
         kept = (e.value for path, e in walk.seen.items() if e.is_known and path not in filled)
         self._taken = {id(part): part for each in kept for part in parts_in(each)}
@@ -122,7 +122,7 @@ class Decoder:
             if not isinstance(value, Absent):
                 self._read_back(slot, value)
 
-    def restore(self, slot: Slot, encoded: Any, path: str) -> None:
+    def restore(self, slot: ValueSlot, encoded: Any, path: str) -> None:
         """Adds a slot that ``run`` sets to an encoded value.
 
         Raises:
@@ -146,7 +146,7 @@ class Decoder:
             and all(isinstance(self.value(e, None, ""), nn.Module) for e in self._items(node[2]))
         )
 
-    def assign(self, slot: Slot, value: Any) -> None:
+    def assign(self, slot: ValueSlot, value: Any) -> None:
         """Adds a slot that ``run`` sets to a live value, when the objects are filled."""
         self._assigned.append((slot, value))
 
@@ -161,7 +161,7 @@ class Decoder:
             expected = f"what can hold {saved}, as when the checkpoint was written"
             raise self._mismatch(path, describe(live), expected)
 
-    def _read_back(self, slot: Slot, value: Any) -> None:
+    def _read_back(self, slot: ValueSlot, value: Any) -> None:
         if slot.role in (Role.ITEMS, Role.EXTRA_STATE, Role.OPTIMIZER, Role.DEFAULTS):
             return
         now = slot.get()
@@ -334,7 +334,7 @@ class Decoder:
             self.objects[saved_path] = made
             for key, each in node[3].items():
                 role, _, attribute = key.partition(":")
-                slot = Slot(made, Role(role), attribute)
+                slot = ValueSlot(made, Role(role), attribute)
                 present = self._walk.seen.get(slot.label(saved_path)) if made is there else None
                 value = self.value(each, present and present.value, slot.label(saved_path))
                 self._actions.append(functools.partial(slot.set, value))

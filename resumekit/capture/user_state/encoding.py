@@ -25,7 +25,7 @@ from torch import nn
 
 from resumekit.capture.restore import class_name, describe, fits, is_same_class
 from resumekit.capture.rng import generator_state, new_generator
-from resumekit.capture.user_state.attributes import OF_TORCH, Role, Slot, without_wrappers
+from resumekit.capture.user_state.attributes import OF_TORCH, Role, ValueSlot, without_wrappers
 from resumekit.capture.user_state.digests import (
     MAX_DEPTH,
     TOO_DEEP,
@@ -181,7 +181,7 @@ def can_be_made(kind: type) -> bool:
     return is_plain and not issubclass(kind, OF_TORCH)
 
 
-class Encoder:
+class NodeEncoder:
     """Encodes the values of slots into one table of nodes.
 
     Args:
@@ -486,13 +486,13 @@ class Encoder:
         is_leaf = kind_of(value) is Kind.LEAF and not isinstance(value, torch.Tensor)
         return is_leaf or kind_of(value) in NAMED
 
-    def _attributes_of(self, kind: Kind, value: Any, path: str) -> Iterator[tuple[Slot, Any]]:
+    def _attributes_of(self, kind: Kind, value: Any, path: str) -> Iterator[tuple[ValueSlot, Any]]:
         """All that makes up a new object; of a module also what torch keeps in it."""
         if kind is Kind.MODULE:
             for name, each in vars(value).items():
                 if is_secret(name, each):
                     raise UncapturedError(f"it holds {name!r}, which looks like a secret")
-                yield Slot(value, Role.ATTRIBUTE, name), each
+                yield ValueSlot(value, Role.ATTRIBUTE, name), each
             return
         for seen in self._walk.by_owner[path]:
             if seen.is_ignored or seen.problem:
@@ -503,7 +503,7 @@ class Encoder:
 def read_nodes(
     where: str, state: Mapping[str, Any], values: Iterable[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """The table of a saved state, and what is next to it, as ``Decoder`` can follow them.
+    """The table of a saved state, and what is next to it, as ``NodeDecoder`` can follow them.
 
     Args:
         where: what errors call the state.

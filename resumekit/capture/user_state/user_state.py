@@ -17,15 +17,15 @@ from resumekit.capture.restore import require_fields
 from resumekit.capture.user_state.attributes import (
     Holder,
     Role,
-    Slot,
+    ValueSlot,
     deleted_slots,
     lines_of_changed_parts,
     may_appear,
     parts_of_modules,
 )
-from resumekit.capture.user_state.decoding import Decoder, device_of
+from resumekit.capture.user_state.decoding import NodeDecoder, device_of
 from resumekit.capture.user_state.digests import TOO_MANY, UncapturedError
-from resumekit.capture.user_state.encoding import Encoder, has_paths, read_nodes
+from resumekit.capture.user_state.encoding import NodeEncoder, has_paths, read_nodes
 from resumekit.capture.user_state.memory import Layout, aliases, check_layouts
 from resumekit.capture.user_state.paths import is_below, moved_state
 from resumekit.capture.user_state.secrets import is_secret
@@ -158,7 +158,7 @@ class UserState(ComponentState):
         self.extend_baseline({**holders, **self._holders})
 
     def add(
-        self, holders: Mapping[str, Any], first_of: Callable[[Any, Slot], Any] | None = None
+        self, holders: Mapping[str, Any], first_of: Callable[[Any, ValueSlot], Any] | None = None
     ) -> None:
         """More holders, as they are now; state that was loaded for them is restored next.
 
@@ -237,7 +237,7 @@ class UserState(ComponentState):
             return value if type(value) in SCALARS else ...
         return copy.deepcopy(value)
 
-    def first_of(self, owner: Any, slot: Slot) -> Any:
+    def first_of(self, owner: Any, slot: ValueSlot) -> Any:
         """The digest of what a slot of an object held at first; None where it is not known."""
         path, reference = self._paths.get(id(owner), ("", None))
         is_there = reference is not None and reference() is owner
@@ -279,7 +279,7 @@ class UserState(ComponentState):
 
     def _encoded(self, found: Walk) -> _Changes:
         """What differs from the baseline, as it is saved."""
-        encoder = Encoder(found, self._known)
+        encoder = NodeEncoder(found, self._known)
         changed = found.clusters.with_sharers(self._changed(found), found.seen, self._known)
         values: dict[str, Any] = {}
         problems: dict[str, Problem] = {}
@@ -493,7 +493,7 @@ class UserState(ComponentState):
         filled = {label_of(entry): entry[3] for entry in saved["slots"]}
         given = [*self._scope.foreign(), *(each.value for each in self._holders.values())]
         device, sharing = device_of(given), saved.get("sharing", [])
-        decoder = Decoder(self.key, *table, found, device, filled, sharing)
+        decoder = NodeDecoder(self.key, *table, found, device, filled, sharing)
         restored: list[str] = []
         for entry in saved["slots"]:
             slot = self._slot(entry, found)
@@ -515,7 +515,7 @@ class UserState(ComponentState):
         self._paths.update(paths_of(decoder.objects))
         return tuple(restored)
 
-    def _slot(self, entry: Any, found: Walk) -> Slot | None:
+    def _slot(self, entry: Any, found: Walk) -> ValueSlot | None:
         """The live slot that an entry is for; None where it has gone, or is named no more.
 
         Raises:
@@ -529,7 +529,7 @@ class UserState(ComponentState):
             )
         if owner is None or self._scope.is_transient(label_of(entry)) or is_secret(name, "text"):
             return None
-        slot = Slot(owner, Role(role), name)
+        slot = ValueSlot(owner, Role(role), name)
         present = found.seen.get(label_of(entry))
         if present is not None:
             return slot if present.slot.role is slot.role else None
@@ -574,7 +574,7 @@ def _entry(seen: Seen, value: Any) -> list[Any]:
 def label_of(entry: Sequence[Any]) -> str:
     """The path of a saved slot."""
     owner, role, name, _ = entry
-    return Slot(None, Role(role), name).label(owner)
+    return ValueSlot(None, Role(role), name).label(owner)
 
 
 def _scope(scope: Scope, transient: Collection[str], limit_bytes: int) -> Scope:

@@ -19,7 +19,7 @@ from resumekit.capture.restore import class_name
 from resumekit.capture.user_state.attributes import (
     Holder,
     Role,
-    Slot,
+    ValueSlot,
     contents,
     hooks_of,
     submodules,
@@ -109,7 +109,7 @@ class Seen(NamedTuple):
         views: where in those of other slots, or in each other, these lie.
     """
 
-    slot: Slot
+    slot: ValueSlot
     owner: str
     value: Any
     digest: Any
@@ -159,7 +159,7 @@ class Scope:
     def _last_parts(self) -> Collection[str]:
         return {name.replace("[", ".").rpartition(".")[2] for name in self.transient}
 
-    def leaves_out(self, slot: Slot, path: str) -> bool:
+    def leaves_out(self, slot: ValueSlot, path: str) -> bool:
         """Whether the user has named this slot of an object that is not named."""
         if not self.transient:
             return False
@@ -415,7 +415,7 @@ class _Walker:
             elif kind_of(value) in CODE:
                 self._enter(value, name)
             if name in scope and f"{path}.{name}" not in self._found.seen and not code_only:
-                self._look_at(Slot(scope, Role.GLOBAL, name), value, path)
+                self._look_at(ValueSlot(scope, Role.GLOBAL, name), value, path)
 
     def path_of(self, value: Any, path: str) -> str | None:
         """The path of an object with slots, which is walked later; None where it is left out."""
@@ -457,7 +457,7 @@ class _Walker:
         self._waiting.append((path, value, holder))
         return path
 
-    def _look_at(self, slot: Slot, value: Any, owner: str) -> None:
+    def _look_at(self, slot: ValueSlot, value: Any, owner: str) -> None:
         name, data_only = slot.name, self._holder.data_only
         if slot.role is Role.ATTRIBUTE:  # most of them
             if name in self._left_out:
@@ -476,7 +476,9 @@ class _Walker:
         elif not data_only:
             self._found.seen[path] = Seen(slot, owner, value, digest, True, False, None)
 
-    def _look_into(self, value: Any, slot: Slot, path: str, owner: str, *, data_only: bool) -> None:
+    def _look_into(
+        self, value: Any, slot: ValueSlot, path: str, owner: str, *, data_only: bool
+    ) -> None:
         name = self._foreign.name_of(value)
         if name is not None:
             self._found.seen[path] = Seen(slot, owner, value, f"is {name}", False, False, None)
@@ -508,7 +510,7 @@ class _Walker:
         """Whether objects of libraries, which come after nearer ones, have used up their budget."""
         return self._is_of_library and self._num_digested > MAX_OBJECTS
 
-    def _is_ignored(self, value: Any, slot: Slot) -> bool:
+    def _is_ignored(self, value: Any, slot: ValueSlot) -> bool:
         kind = kind_of(value)
         if kind is Kind.SCALAR:
             return False

@@ -125,7 +125,7 @@ def engine_components(
             yield StateComponent(key, _LossScaler(scaler, key=key))
     else:
         pattern = per_rank if partitioned else SharingPattern.REPLICATED
-        yield StateComponent(model, _Model(engine, key=model), pattern)
+        yield StateComponent(model, _EngineModel(engine, key=model), pattern)
         yield StateComponent(optimizer, _Optimizer(engine, key=optimizer), per_rank)
     yield from state_components(
         model=None,
@@ -245,7 +245,7 @@ def dynamic_scaler(zero: Any) -> Any:
     return scaler if isinstance(scaler, DynamicLossScaler) else None
 
 
-class _Model(ModelState):
+class _EngineModel(ModelState):
     """The module of an optimizer that only DeepSpeed can save.
 
     At ZeRO stage 3 a parameter is saved as this rank's partition, and loading is collective.

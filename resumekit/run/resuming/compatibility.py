@@ -9,8 +9,8 @@ from typing import Any
 from resumekit.capture import (
     GRADIENT_BUCKETS,
     RANK_BUFFERS,
-    Difference,
     SchedulerState,
+    SettingChange,
     Severity,
     is_same_class,
 )
@@ -178,14 +178,14 @@ _CAUSES = frozenset(
 )
 
 
-def horizon_causes(changed: Iterable[Difference]) -> list[str]:
+def horizon_causes(changed: Iterable[SettingChange]) -> list[str]:
     """What the user has changed so that the horizon is another one, if that is known."""
     named = ((each.name.rpartition(".")[2], each) for each in changed if each.then is not None)
     return [f"{name}: was {each.then}, now {each.now}" for name, each in named if name in _CAUSES]
 
 
 def accept_drift(
-    changed: Sequence[Difference],
+    changed: Sequence[SettingChange],
     components: Sequence[StateComponent],
     options: Options,
     *,
@@ -223,7 +223,7 @@ def accept_drift(
         )
 
 
-def _replaced_schedulers(changed: Iterable[Difference]) -> Iterable[str]:
+def _replaced_schedulers(changed: Iterable[SettingChange]) -> Iterable[str]:
     """The keys of schedulers of another class; no option helps, and the check of states refuses."""
     for each in changed:
         key, _, name = each.name.partition(".")
@@ -231,14 +231,16 @@ def _replaced_schedulers(changed: Iterable[Difference]) -> Iterable[str]:
             yield key
 
 
-def drift_messages(changed: Iterable[Difference], options: Options) -> tuple[list[str], list[str]]:
+def drift_messages(
+    changed: Iterable[SettingChange], options: Options
+) -> tuple[list[str], list[str]]:
     """One line for each pair of values, whichever settings have it; each says which one is used.
 
     Returns:
         Warnings: settings of the script that have no effect, because the checkpoint's are used.
         Notes: settings of the script that are used, and versions.
     """
-    ignored, seeds, versions, used = list[Difference](), [], [], []
+    ignored, seeds, versions, used = list[SettingChange](), [], [], []
     for each in changed:
         if each.name.startswith(_VERSIONS):
             versions.append(f"{each.name.removeprefix(_VERSIONS)} was {each.then}, is {each.now}")
@@ -256,7 +258,7 @@ def drift_messages(changed: Iterable[Difference], options: Options) -> tuple[lis
     return [*_ignored(ignored), *seeds], notes
 
 
-def _ignored(found: Iterable[Difference]) -> Iterable[str]:
+def _ignored(found: Iterable[SettingChange]) -> Iterable[str]:
     by_values: dict[tuple[str, str], list[str]] = {}
     for each in _with_one_rate(found):
         by_values.setdefault((_short(each.then), _short(each.now)), []).append(each.name)
@@ -270,9 +272,9 @@ def _ignored(found: Iterable[Difference]) -> Iterable[str]:
         )
 
 
-def _with_one_rate(found: Iterable[Difference]) -> list[Difference]:
+def _with_one_rate(found: Iterable[SettingChange]) -> list[SettingChange]:
     """The differences; those of the learning rate of an optimizer are one, and come first."""
-    rates: dict[str, dict[str, list[Difference]]] = {}
+    rates: dict[str, dict[str, list[SettingChange]]] = {}
     others = []
     for each in found:
         key, _, name = each.name.partition(".")
@@ -292,7 +294,7 @@ def _with_one_rate(found: Iterable[Difference]) -> list[Difference]:
         values = dict.fromkeys((str(each.then), str(each.now)) for each in by_leaf[leaf])
         then, now = (", ".join(side) for side in zip(*values, strict=True))
         name = f"{Slot.OPTIMIZER.value}/{owner}.learning rate"
-        merged.append(Difference(name, then, now, Severity.REPORTED))
+        merged.append(SettingChange(name, then, now, Severity.REPORTED))
     return merged + others
 
 

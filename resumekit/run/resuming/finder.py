@@ -41,7 +41,7 @@ from resumekit.run.saving import Snapshot, drain
 from resumekit.serialization import (
     Deferral,
     LoadMemory,
-    Source,
+    StoredSource,
     index_name,
     read_payload,
     read_sharded,
@@ -570,7 +570,7 @@ def read_sharded_component(
     if record.pattern == SharingPattern.SHARDED.value:
         firsts = [group[0] for group in record.groups] or [0]
         indices = tuple(index_name(first, len(firsts) > 1) for first in firsts)
-    source = Source(reader, record.directory, record.key, indices, record.writers[0])
+    source = StoredSource(reader, record.directory, record.key, indices, record.writers[0])
     if live is None:
         return read_sharded(source, lambda state: (), merge=partial(merge_states, None, record.key))
     renames = renames or Renames({})

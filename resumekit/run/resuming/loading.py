@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from resumekit.capture import Difference, differences, gradient_keys
+from resumekit.capture import SettingChange, differences, gradient_keys
 from resumekit.data import SEED, check_randomness
 from resumekit.distributed import World
 from resumekit.errors import StateMismatchError
@@ -55,7 +55,7 @@ class Fit:
         fresh: the keys of components that the checkpoint lacks; they start from their live state.
     """
 
-    differences: tuple[Difference, ...]
+    differences: tuple[SettingChange, ...]
     not_needed: tuple[str, ...]
     fresh: tuple[str, ...]
 

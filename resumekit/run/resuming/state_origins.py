@@ -23,7 +23,7 @@ _OF_THE_JOB = frozenset({SharingPattern.GLOBAL.value, SharingPattern.REPLICATED.
 
 
 @dataclass(frozen=True)
-class Origin:
+class StateOrigin:
     """Which of the states of a component, as the former ranks or groups wrote them, a rank takes.
 
     Args:
@@ -66,7 +66,7 @@ class StateOrigins:
     may_change: bool
     per_rank: Collection[str] = frozenset()
 
-    def of(self, record: ComponentRecord, manifest: Manifest) -> Origin:
+    def of(self, record: ComponentRecord, manifest: Manifest) -> StateOrigin:
         """The origin of this rank's state of a component.
 
         Raises:
@@ -78,12 +78,12 @@ class StateOrigins:
         if was_named or record.pattern in _OF_THE_JOB:
             self._check_option(record, manifest, was_named=was_named)
         if record.pattern in _OF_THE_JOB:
-            return Origin(record.writers, (0,), WorldChange(0, 1, 1))
+            return StateOrigin(record.writers, (0,), WorldChange(0, 1, 1))
         if record.pattern == SharingPattern.PER_RANK.value:
             return self._of_ranks(record, manifest, by_data=not was_named)
         numbers = tuple(range(len(record.writers)))
         if record.key not in self.membership:
-            return Origin(record.writers, numbers)
+            return StateOrigin(record.writers, numbers)
         groups = self.membership.groups(record.key)
         if manifest.world_size == self.world.world_size and groups != record.groups:
             raise StateMismatchError(
@@ -94,7 +94,7 @@ class StateOrigins:
             )
         ordinal = self.membership.ordinal(record.key)
         change = WorldChange(ordinal, len(groups), len(record.groups))
-        return Origin(record.writers, numbers, change)
+        return StateOrigin(record.writers, numbers, change)
 
     def _check_option(
         self, record: ComponentRecord, manifest: Manifest, *, was_named: bool
@@ -116,12 +116,14 @@ class StateOrigins:
                 f"exclude={{{record.key!r}}} to keep its live state",
             )
 
-    def _of_ranks(self, record: ComponentRecord, manifest: Manifest, *, by_data: bool) -> Origin:
+    def _of_ranks(
+        self, record: ComponentRecord, manifest: Manifest, *, by_data: bool
+    ) -> StateOrigin:
         now, then = self.world.world_size, manifest.world_size
         former = recorded_data_ranks(manifest)
         if now == then and (self.data_ranks == former or not by_data):
             every = tuple(range(then))
-            return Origin(every, every, WorldChange(self.world.rank, now, then))
+            return StateOrigin(every, every, WorldChange(self.world.rank, now, then))
         if not self.may_change:
             raise StateMismatchError(
                 record.key,
@@ -132,7 +134,7 @@ class StateOrigins:
             )
         own_rank = self.data_ranks.of_ranks[self.world.rank]
         change = WorldChange(own_rank, self.data_ranks.number, former.number)
-        return Origin(former.first_ranks, change.readable, change)
+        return StateOrigin(former.first_ranks, change.readable, change)
 
 
 def _counted(world_size: int, data_ranks: DataRanks) -> str:

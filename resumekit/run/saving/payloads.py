@@ -25,8 +25,8 @@ from resumekit.serialization import (
     HolderPositions,
     LocalState,
     Payload,
-    Plan,
     Proposal,
+    SavePlan,
     ShardedPayload,
     assign,
     encode_local,
@@ -142,7 +142,7 @@ def _plan_within(
     """What this rank is to write of some components, as its group has agreed. Collective."""
     position = world.ranks.index(world.rank)
     proposed: dict[str, Proposal] = {}
-    plans: dict[str, Plan] = {}
+    plans: dict[str, SavePlan] = {}
 
     def propose() -> dict[str, str]:
         for key in keys:
