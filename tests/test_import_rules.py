@@ -90,13 +90,17 @@ LAYERS: dict[str, set[str]] = {
 }
 
 # A package is imported through its `__init__`, except these: each of their modules belongs to one
-# framework, which importing the whole package would load.
-IMPORTED_BY_MODULE = ("resumekit.frameworks.", "resumekit.adapters.")
+# framework, or needs a library, which importing the whole package would load.
+IMPORTED_BY_MODULE = (
+    *("resumekit.frameworks.", "resumekit.adapters."),
+    "resumekit.launcher.processes",
+)
 
 # Third-party imports by path: the first prefix that matches decides, the core's rule comes last.
 THIRD_PARTY: tuple[tuple[str, frozenset[str]], ...] = (
     ("resumekit/errors.py", frozenset()),
     ("resumekit/state/", frozenset()),
+    ("resumekit/launcher/processes.py", frozenset({"psutil"})),
     ("resumekit/launcher/", frozenset()),
     ("resumekit/live/", frozenset()),
     ("resumekit/storage/", frozenset({"xxhash"})),

@@ -20,8 +20,7 @@ import torch
 from official_scripts import MODULE
 
 from resumekit.journal import Verdict
-from resumekit.launcher import kill_processes
-from resumekit.prove.processes import Launch
+from resumekit.launcher.processes import Launch, kill_processes
 from resumekit.testing.launchers import ForkServer, distributed_environment, free_port
 from resumekit.testing.task import Task, load_function, target_of
 from resumekit.testing.trace_checks import worst_verdict
@@ -302,7 +301,7 @@ class ScriptJudge:
             command = [*MODULE, "resumekit.cli", *words, *script.attached, "--", *command]
         launch = Launch(
             [*command, *script.arguments],
-            environment={k: v for k, v in given.items() if v is not None},
+            {k: v for k, v in given.items() if v is not None},
             marker=marker,
             log=log,
         )
@@ -316,7 +315,7 @@ class ScriptJudge:
                     return ()
                 time.sleep(POLL_SECONDS)
         finally:
-            launch.kill()
+            launch.kill_all()
         return (-9,)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from resumekit.prove.comparison import compare
-from resumekit.prove.processes import tail_of
 from resumekit.prove.report import print_result
 from resumekit.prove.result import (
     Divergence,
@@ -49,5 +48,4 @@ __all__ = [
     "read_trace",
     "records_of",
     "steps_of",
-    "tail_of",
 ]

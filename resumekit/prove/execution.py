@@ -9,14 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from resumekit.errors import (
-    CommandFailedError,
-    CommandTimeoutError,
-    ConfigurationError,
-)
+from resumekit.errors import CommandFailedError, CommandTimeoutError
+from resumekit.launcher.processes import Launch
 from resumekit.prove.attaching import has_checkpoint, launch_environment
+from resumekit.prove.command import prepared
 from resumekit.prove.kills import Kill, KillInstant
-from resumekit.prove.processes import Launch, prepared
 from resumekit.prove.recording import recorded_environment, write_positions
 from resumekit.prove.result import LaunchSummary
 from resumekit.prove.stock_checkpoints import LATEST_PLACEHOLDER, stock_checkpoints, with_latest
@@ -36,6 +33,8 @@ from resumekit.tracing import (
 )
 
 _POLL_SECONDS = 0.001
+# Helpers of multiprocessing end a moment after the process that they serve.
+_OUTLIVE_SECONDS = 1.0
 _ATTACHED = "attached"
 
 
@@ -214,7 +213,7 @@ def execute(
         try:
             was_killed, newest = _watch(plan, launch, tail, kill, saved, check)
         except BaseException:  # also Ctrl-C: nothing that was started here stays
-            launch.kill()
+            launch.kill_all()
             raise
         status = launch.poll() or 0
         seconds = time.monotonic() - began
@@ -229,7 +228,7 @@ def execute(
             trace=directory / "trace",
             launches=tuple(launches),
             failure=failure,
-            num_left_behind=launch.clean_up(),
+            num_left_behind=launch.kill_all(grace_seconds=_OUTLIVE_SECONDS),
             has_stock_checkpoints=bool(folders.checkpoints()),
         )
     raise AssertionError("the last launch is never killed")
@@ -286,19 +285,13 @@ def _start(
         environment = launch_environment(environment, private, folders.run, plan.save_every)
     launcher = launch_directory(directory / "launcher", number)
     command = _relaunched(plan, folders, number) if number and plan.relaunch else plan.command
-    words = prepared(command, world=plan.world, directory=folders.files)
-    try:
-        return Launch(
-            words,
-            environment=recorded_environment(environment, launcher, settings),
-            marker=TRACE_VARIABLE,
-            log=directory / "logs" / f"launch-{number:05d}.txt",
-            directory=None if plan.workspace is None else folders.work,
-        )
-    except OSError as error:
-        raise ConfigurationError(
-            words[0], found=f"cannot be started ({error.strerror})", expected="a program"
-        ) from error
+    return Launch(
+        prepared(command, world=plan.world, directory=folders.files),
+        recorded_environment(environment, launcher, settings),
+        marker=TRACE_VARIABLE,
+        log=directory / "logs" / f"launch-{number:05d}.txt",
+        cwd=None if plan.workspace is None else folders.work,
+    )
 
 
 def _relaunched(plan: Plan, folders: _Folders, number: int) -> Sequence[str]:
@@ -345,7 +338,7 @@ def _watch(
         if isinstance(kill, KillInstant) and _is_due(kill, newest, saved):
             time.sleep(kill.fraction * plan.step_seconds)
             if launch.poll() is None:
-                launch.kill()
+                launch.kill_all()
                 return True, tail.poll()
         if _is_at(kill, tail):
             break
@@ -361,7 +354,7 @@ def _watch(
     if not _is_at(kill, tail):
         return False, None
     # The process that came there killed itself; a launcher and other ranks may live on for a while.
-    launch.kill()
+    launch.kill_all()
     return True, newest
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from resumekit.errors import ConfigurationError
-from resumekit.prove.processes import DIRECTORY_PLACEHOLDER
+from resumekit.prove.command import DIRECTORY_PLACEHOLDER
 
 _MEGABYTE = 1_000_000
 _LARGEST_MEGABYTES = 500

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from resumekit.errors import ConfigurationError, ReplayError
 from resumekit.journal import DIRECTORY, Attempt, find_attempts
+from resumekit.launcher.processes import Launch, handled_signals
 from resumekit.replay.comparing import compare_rank, compare_saved
 from resumekit.replay.file_listing import changed_files, list_files
 from resumekit.replay.isolation import Isolation, offline_environment, outermost, remove_layer
@@ -139,12 +139,10 @@ def _link_or_copy(source: str, target: str) -> None:
 
 def _run(words: Sequence[str], environment: dict[str, str]) -> int:
     """The exit status of the command, which has the terminal."""
-    process = subprocess.Popen(words, env={**environment, "PYTHONUNBUFFERED": "1"})
-    former = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command, a debugger
-    try:
-        return process.wait()
-    finally:
-        signal.signal(signal.SIGINT, former)
+    environment = {**environment, "PYTHONUNBUFFERED": "1"}
+    launch = Launch(words, environment, start_new_session=False)
+    with handled_signals(signal.SIG_IGN, signal.SIGINT):  # Ctrl-C is for the command, a debugger
+        return launch.wait()
 
 
 def _result(chosen: Selection, scratch: Path, status: int, command: Sequence[str]) -> ReplayResult:

@@ -6,13 +6,11 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from resumekit.attach import (
     AttachSettings,
@@ -21,8 +19,8 @@ from resumekit.attach import (
     run_directories,
     training_processes,
 )
-from resumekit.errors import ConfigurationError
-from resumekit.launcher import VARIABLE, kill_processes
+from resumekit.launcher import VARIABLE
+from resumekit.launcher.processes import Launch, handled_signals
 from resumekit.supervisor.commands import SIGNALS_OF_TORCHRUN, check_command, launcher_of
 from resumekit.supervisor.policy import RestartPolicy, exit_status
 from resumekit.supervisor.run_progress import RunProgress, read_progress
@@ -64,7 +62,7 @@ class Supervisor:
         own_name = f".{directory.name}.launcher-{socket.gethostname()}-{os.getpid()}"
         self._private = directory.with_name(own_name)
         self._directories = {directory}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Launch | None = None
         self._received: signal.Signals | None = None
         self._has_advised = False
 
@@ -74,7 +72,7 @@ class Supervisor:
         Returns:
             Its last exit status; 128 plus the number of the signal that ended it.
         """
-        with self._forwarding():
+        with handled_signals(self._receive, *_FORWARDED):
             try:
                 return self._run()
             finally:
@@ -115,35 +113,16 @@ class Supervisor:
         shutil.rmtree(self._private, ignore_errors=True)
         environment = {**SIGNALS_OF_TORCHRUN, **os.environ}
         environment = attached_environment(environment, self._private, self._settings)
-        try:
-            # In a session of its own, so that Ctrl-C comes once: from here.
-            process = subprocess.Popen(self._command, env=environment, start_new_session=True)
-        except OSError as error:
-            raise ConfigurationError(
-                self._command[0],
-                found=f"cannot be started ({error.strerror})",
-                expected="a program",
-            ) from error
-        self._process = process
+        # In a session of its own, so that Ctrl-C comes once: from here.
+        self._process = process = Launch(self._command, environment, marker=VARIABLE)
         if self._received is not None:  # between the check and the start
             self._forward(self._received)
         status = exit_status(process.wait())
         self._process = None
         if status != 0:
             # Ranks may outlive their launcher, and would keep the run directory.
-            kill_processes(process.pid, f"{VARIABLE}={environment[VARIABLE]}")
+            process.kill_all()
         return status
-
-    @contextmanager
-    def _forwarding(self) -> Iterator[None]:
-        former: dict[signal.Signals, Any] = {
-            each: signal.signal(each, self._receive) for each in _FORWARDED
-        }
-        try:
-            yield
-        finally:
-            for each, handler in former.items():
-                signal.signal(each, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received = signal.Signals(number)
@@ -154,14 +133,12 @@ class Supervisor:
         if process is None:
             return
         launcher = launcher_of(self._command)
-        targets = [] if launcher is not None and launcher.forwards else self._ranks()
+        # A shell or another launcher may forward no signal; loader workers need none.
+        forwards = launcher is not None and launcher.forwards
+        targets = [] if forwards else training_processes(self._private)
         for pid in targets or [process.pid]:
             with suppress(ProcessLookupError):
                 os.kill(pid, received)
-
-    def _ranks(self) -> list[int]:
-        # A shell or another launcher may forward no signal; loader workers need none.
-        return training_processes(self._private)
 
     def _advise(self) -> None:
         lines = lines_for_loop(self._private, os.path.relpath(self._settings.directory))

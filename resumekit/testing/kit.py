@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from resumekit.errors import CommandFailedError, CommandTimeoutError
-from resumekit.launcher import kill_processes
-from resumekit.prove import Verdict, compare, launch_directory, tail_of
+from resumekit.launcher.processes import kill_processes, tail_of
+from resumekit.prove import Verdict, compare, launch_directory
 from resumekit.testing.cells import Cell
 from resumekit.testing.launchers import (
     ColdStart,

@@ -14,7 +14,7 @@ import pytest
 
 import resumekit
 from resumekit.errors import CommandFailedError, CommandTimeoutError, ConfigurationError
-from resumekit.launcher import is_running
+from resumekit.launcher.processes import is_running
 from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit
 from resumekit.tracing import INJECT_VARIABLE
 

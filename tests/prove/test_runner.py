@@ -22,10 +22,10 @@ from resumekit.errors import (
     KillPointNotReachedError,
     ProveError,
 )
-from resumekit.launcher import is_running
+from resumekit.launcher.processes import is_running
 from resumekit.prove import Outcome, ProveResult, prove
+from resumekit.prove.command import prepared
 from resumekit.prove.kills import kill_instants
-from resumekit.prove.processes import prepared
 from resumekit.prove.report import print_result
 
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -14,7 +14,7 @@ import pytest
 
 from resumekit.attach import AttachSettings
 from resumekit.errors import ConfigurationError
-from resumekit.launcher import is_running
+from resumekit.launcher.processes import is_running
 from resumekit.supervisor import Supervisor
 
 CRASH = "import sys; open('launches', 'a').write('x'); sys.exit(3)"

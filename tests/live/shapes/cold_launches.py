@@ -12,7 +12,7 @@ from typing import Any
 
 from judge import FOLDER, Launch, environment
 
-from resumekit.prove.processes import Launch as Processes
+from resumekit.launcher.processes import Launch as Processes
 from resumekit.testing.launchers import free_port
 
 MARKER = "SHAPE_LAUNCH"
@@ -40,9 +40,7 @@ class ColdLaunches:
             path.touch()
         command = [sys.executable, *self._torchrun(), str(script)]
         command.append(json.dumps({**given, "directory": str(directory)}))
-        processes = Processes(
-            command, environment={**environment(), MARKER: str(log)}, marker=MARKER, log=log
-        )
+        processes = Processes(command, {**environment(), MARKER: str(log)}, marker=MARKER, log=log)
         crash_after, launches = given["crash_after"], []
         deadline = time.monotonic() + LAUNCH_SECONDS
         try:
@@ -58,7 +56,7 @@ class ColdLaunches:
                     return _joined(launches, "")
                 time.sleep(POLL_SECONDS)
         finally:
-            processes.kill()
+            processes.kill_all()
         raise AssertionError(f"{given['shape']}: a launch did not end: {processes.log_tail()}")
 
     def _ranks(self) -> list[str]:
