@@ -21,11 +21,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +42,8 @@ from framework_runs import (
 from judging import HEADINGS, Target, compared, stated
 from measuring import Findings, MachineLoad, parser_for
 from workload import Training
+
+from resumekit.launcher.processes import Launch
 
 BELOW = Target(1.0, is_strict=True)
 NUM_RANKS = 2  # under DeepSpeed
@@ -65,14 +65,7 @@ def measure(name: str, task: Task) -> dict[str, Any]:
     task.directory.mkdir()
     command = [sys.executable, *launcher, __file__, *arguments]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    with subprocess.Popen(
-        command,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as started:
+    with Launch(command, environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as started:
         try:
             _, errors = started.communicate(timeout=TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
@@ -82,10 +75,9 @@ def measure(name: str, task: Task) -> dict[str, Any]:
                 "below ~/.cache/torch_extensions: remove one that a killed process has left"
             ) from None
         finally:
-            with suppress(ProcessLookupError):  # all have ended
-                os.killpg(started.pid, signal.SIGKILL)
+            started.kill_all()
     if started.returncode:
-        raise SystemExit(errors[-4000:])
+        raise SystemExit(errors[-4000:].decode(errors="replace"))
     found: dict[str, Any] = json.loads((task.directory / "found.json").read_text())
     return found
 

@@ -94,9 +94,7 @@ class Warm:
 
     def server(self, preload: Sequence[str]) -> ForkServer:
         """The server of the kit that imports these modules."""
-        server = self.kit(preload)._launcher
-        assert isinstance(server, ForkServer)
-        return server
+        return self.kit(preload)._server
 
     def close(self) -> None:
         for each in self._kept.values():

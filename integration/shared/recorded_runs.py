@@ -137,11 +137,10 @@ class RecordedRuns:
         log = run / f"launch-{number}.txt"
         target = f"{Path(__file__).with_name('faulty_resumes.py')}:run_recorded"
         task = Task(target, str(run / "files" / "run"), options, environment, str(log))
-        pid = self._server.start(task)
-        ended = self._server.wait_any([pid], SECONDS)
+        ended = self._server.run([task], SECONDS).get(0)
         # A wrong resume may train more steps than the schedule has, and fails then.
         expected = [-9] if kill is not None else [0] if wrong == Wrong() else [0, 1]
-        if ended is None or ended[1] not in expected:
+        if ended not in expected:
             raise AssertionError(f"{wrong}: ended as {ended}:\n{log.read_text()[-3000:]}")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from faults_training import launch
 from resumekit.errors import CheckpointError
 from resumekit.prove import Verdict, compare, launch_directory
 from resumekit.storage import StepName, Store
-from resumekit.testing.launchers import ForkServer, distributed_environment, free_port
+from resumekit.testing.launchers import ForkServer
 from resumekit.testing.task import Task, target_of
 from resumekit.tracing import KILL_VARIABLE, TRACE_VARIABLE
 
@@ -90,36 +89,23 @@ class Trial:
         """
         trace = launch_directory(self.trace, self._num_launches)
         self._num_launches += 1
-        port = free_port() if world_size > 1 else 0
-        logs: dict[int, Path] = {}
-        for rank in range(world_size):
-            environment = {
-                TRACE_VARIABLE: str(trace),
-                KILL_VARIABLE: kill,
-                **distributed_environment(rank, world_size, port),
-            }
-            log = self._directory / f"launch-{self._num_launches}-rank-{rank}.log"
+        logs = [
+            self._directory / f"launch-{self._num_launches}-rank-{rank}.log"
+            for rank in range(world_size)
+        ]
+        environment = {TRACE_VARIABLE: str(trace), KILL_VARIABLE: kill}
+        tasks = []
+        for rank, log in enumerate(logs):
             target, arguments = target_of(launch), dict[str, Any](options)
             if failpoints is not None and rank == on_rank:
                 arguments |= {"target": target, "failpoints": failpoints}
                 target = target_of(launch_with_faults)
-            task = Task(target, str(self.run), arguments, environment, str(log))
-            logs[self._server.start(task)] = log
-        statuses = self._wait(list(logs))
-        output = "".join(log.read_text(errors="replace") for log in logs.values())
-        return Ended(tuple(statuses[pid] for pid in logs), output)
-
-    def _wait(self, pids: list[int]) -> dict[int, int]:
-        statuses: dict[int, int] = {}
-        while len(statuses) < len(pids):
-            running = [pid for pid in pids if pid not in statuses]
-            ended = self._server.wait_any(running, TIMEOUT_SECONDS)
-            if ended is None:
-                for pid in running:
-                    os.kill(pid, 9)
-                raise AssertionError(f"a launch takes more than {TIMEOUT_SECONDS:.0f} seconds")
-            statuses[ended[0]] = ended[1]
-        return statuses
+            tasks.append(Task(target, str(self.run), arguments, environment, str(log)))
+        statuses = self._server.run(tasks, TIMEOUT_SECONDS)
+        if len(statuses) < world_size:
+            raise AssertionError(f"a launch takes more than {TIMEOUT_SECONDS:.0f} seconds")
+        output = "".join(log.read_text(errors="replace") for log in logs)
+        return Ended(tuple(statuses[rank] for rank in range(world_size)), output)
 
     def newest_complete(self) -> StepName | None:
         """The newest checkpoint that verifies; found without the code that resumes."""

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from preloads import TORCH
 from resumekit.prove import compare
 from resumekit.storage import Store
 from resumekit.testing import Cell, KillPoint, Kit
-from resumekit.testing.launchers import ForkServer, distributed_environment, free_port
+from resumekit.testing.launchers import ForkServer
 from resumekit.testing.task import Task, target_of
 
 PRELOAD = TORCH
@@ -77,30 +75,12 @@ def launch(
     **options: object,
 ) -> tuple[list[int], str]:
     """The exit status of each rank, and what they wrote."""
-    port = free_port()
     logs = [directory / f"rank-{rank}.log" for rank in range(world_size)]
-    pids = [
-        server.start(
-            Task(
-                target,
-                str(directory / "run"),
-                dict(options),
-                distributed_environment(rank, world_size, port),
-                str(log),
-            )
-        )
-        for rank, log in enumerate(logs)
-    ]
-    statuses: dict[int, int] = {}
-    while len(statuses) < world_size:
-        running = [pid for pid in pids if pid not in statuses]
-        ended = server.wait_any(running, timeout_seconds)
-        if ended is None:
-            for pid in running:
-                os.killpg(pid, signal.SIGKILL)
-            raise AssertionError(f"it hangs: {[log.read_text()[-2000:] for log in logs]}")
-        statuses[ended[0]] = ended[1]
-    return [statuses[pid] for pid in pids], "".join(log.read_text() for log in logs)
+    tasks = [Task(target, str(directory / "run"), options, {}, str(log)) for log in logs]
+    statuses = server.run(tasks, timeout_seconds)
+    if len(statuses) < world_size:
+        raise AssertionError(f"it hangs: {[log.read_text()[-2000:] for log in logs]}")
+    return [statuses[rank] for rank in range(world_size)], "".join(log.read_text() for log in logs)
 
 
 @pytest.mark.quick("*-1", "return-2", "exception-2")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,6 @@ from resumekit.testing.launchers import ForkServer
 from resumekit.testing.task import Task, target_of
 
 LAUNCH_SECONDS = 60.0
-POLL_SECONDS = 1.0
 # Options of an adapter that JSON cannot hold.
 SETS = ("transient", "exclude", "allow_missing")
 
@@ -64,13 +62,9 @@ class KilledLaunches:
         path.touch()
         environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
         task = Task(target_of(launch), str(directory), given, environment, str(log))
-        pid = self.server.start(task)
-        deadline = time.monotonic() + LAUNCH_SECONDS
-        while self.server.wait_any([pid], POLL_SECONDS) is None:
-            if time.monotonic() > deadline:
-                os.killpg(pid, signal.SIGKILL)
-                tail = log.read_text(encoding="utf-8", errors="replace")[-2000:]
-                raise AssertionError(f"{given['shape']}: a launch did not end: {tail}")
+        if not self.server.run([task], LAUNCH_SECONDS):
+            tail = log.read_text(encoding="utf-8", errors="replace")[-2000:]
+            raise AssertionError(f"{given['shape']}: a launch did not end: {tail}")
         return Launch.read(path)
 
 

@@ -10,16 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from resumekit.errors import CommandFailedError, CommandTimeoutError
-from resumekit.launcher.processes import kill_processes, tail_of
+from resumekit.launcher.processes import tail_of
 from resumekit.prove import Verdict, compare, launch_directory
 from resumekit.testing.cells import Cell
-from resumekit.testing.launchers import (
-    ColdStart,
-    ForkServer,
-    Launcher,
-    distributed_environment,
-    free_port,
-)
+from resumekit.testing.launchers import ForkServer
 from resumekit.testing.task import Task
 from resumekit.testing.trace_checks import journal_problem, work_of_launch
 from resumekit.tracing import (
@@ -102,7 +96,7 @@ class Kit:
         directory: an empty directory for everything that the runs write.
         preload: modules that the server imports before it forks; add the frameworks here.
         environment: variables set for every process, beside the inherited ones.
-        cold: start every process as a fresh interpreter instead.
+        cold: start every process as a fresh interpreter: slow, and free of anything inherited.
         timeout_seconds: the longest that one launch may take.
         peers_seconds: how long the other ranks of a job go on after one of them died.
     """
@@ -123,8 +117,8 @@ class Kit:
         self._uninterrupted: dict[str, Run] = {}
         self._first_launches: dict[tuple[str, KillPoint], Run] = {}
         self._num_runs = 0
-        whole = {**os.environ, **environment}
-        self._launcher: Launcher = ColdStart(whole) if cold else ForkServer(preload, whole)
+        self._is_cold = cold
+        self._server = ForkServer(() if cold else preload, {**os.environ, **environment})
 
     def __enter__(self) -> Kit:
         return self
@@ -134,7 +128,7 @@ class Kit:
 
     def close(self) -> None:
         """Ends the fork server."""
-        self._launcher.close()
+        self._server.close()
 
     def run_uninterrupted(self, cell: Cell) -> Run:
         """One launch that nobody kills; made once for all cells that differ in their kills alone.
@@ -293,23 +287,38 @@ class Kit:
         began = time.monotonic()
         cell, directory, number = run.cell, run.directory, len(run.launches)
         trace = launch_directory(run.trace, number)
-        port = free_port()
-        logs: dict[int, Path] = {}
-        for rank in range(cell.world_size):
-            log = directory / f"launch-{number:05d}-rank-{rank:05d}.log"
+        logs = [
+            directory / f"launch-{number:05d}-rank-{rank:05d}.log"
+            for rank in range(cell.world_size)
+        ]
+        tasks = []
+        for rank, log in enumerate(logs):
             environment = {
-                **distributed_environment(rank, cell.world_size, port),
                 TRACE_VARIABLE: str(trace),
                 KILL_VARIABLE: str(kill) if kill and kill.rank in (None, rank) else None,
                 INJECT_VARIABLE: run.inject,
                 RUN_ROOT_VARIABLE: None,
             }
             where = str(directory / "training")
-            task = Task(cell.target, where, cell.options, environment, str(log))
-            logs[self._launcher.start(task)] = log
-        statuses = self._wait(cell, logs, kill)
+            tasks.append(
+                Task(cell.target, where, cell.options, environment, str(log), self._is_cold)
+            )
+        asked = None if kill is None or kill.exit_status < 0 else kill.exit_status
+        # One that fails or dies takes all others with it, as a launcher would.
+        statuses = self._server.run(
+            tasks,
+            self._timeout_seconds,
+            expected=(0, asked),
+            peers_seconds=self._peers_seconds,
+        )
+        if len(statuses) < len(logs) and not any(statuses.values()):
+            tails = "\n".join(map(tail_of, logs))
+            raise CommandTimeoutError(
+                str(cell),
+                found=f"a launch took longer than {self._timeout_seconds:.0f} seconds: {tails}",
+            )
         wanted = _KILLED if kill is None else kill.exit_status
-        failed = [pid for pid, status in statuses.items() if status not in (0, wanted)]
+        failed = [rank for rank, status in statuses.items() if status not in (0, wanted)]
         was_killed = wanted in statuses.values()
         if kill is not None and wanted != _KILLED:  # asked to leave, all ranks do so
             was_killed = list(statuses.values()) == [wanted] * cell.world_size
@@ -319,37 +328,6 @@ class Kit:
         return LaunchResult(
             kill, was_killed and kill is not None, failure, time.monotonic() - began
         )
-
-    def _wait(self, cell: Cell, logs: Mapping[int, Path], kill: KillPoint | None) -> dict[int, int]:
-        """The exit statuses of the processes that ended by themselves or at a kill point.
-
-        One that fails or dies takes all others with it, as a launcher would.
-        """
-        asked = None if kill is None or kill.exit_status < 0 else kill.exit_status
-        running = list(logs)
-        statuses: dict[int, int] = {}
-        deadline = time.monotonic() + self._timeout_seconds
-        while running:
-            ended = self._launcher.wait_any(running, max(deadline - time.monotonic(), 0.0))
-            if ended is None:
-                break
-            pid, status = ended
-            running.remove(pid)
-            statuses[pid] = status
-            kill_processes(pid)  # loader workers and the like that outlived it
-            if status not in (0, asked):
-                # Its peers may notice and fail before its own death is heard of here.
-                deadline = min(deadline, time.monotonic() + self._peers_seconds)
-        for pid in running:
-            kill_processes(pid)
-            self._launcher.wait_any([pid], self._timeout_seconds)
-        if running and not any(statuses.values()):
-            tails = "\n".join(tail_of(log) for log in logs.values())
-            raise CommandTimeoutError(
-                str(cell),
-                found=f"a launch took longer than {self._timeout_seconds:.0f} seconds: {tails}",
-            )
-        return statuses
 
 
 def _aside(run: Run) -> Path:

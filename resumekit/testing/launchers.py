@@ -1,4 +1,4 @@
-"""Starting a task: forked from a server that has imported everything, or cold."""
+"""Starting a task: forked from a server that has imported everything."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 from resumekit.errors import CommandFailedError, CommandTimeoutError
+from resumekit.launcher.processes import Launch, kill_processes
 from resumekit.testing.task import Task
 
 
@@ -47,23 +49,6 @@ def free_port() -> int:
 
 _READY_TIMEOUT_SECONDS = 120.0
 _END_TIMEOUT_SECONDS = 10.0
-_POLL_SECONDS = 0.005
-
-
-class Launcher(Protocol):
-    """Starts processes and reports when they ended."""
-
-    def start(self, task: Task) -> int:
-        """The id of a new process, which leads its own session and runs the task."""
-        ...
-
-    def wait_any(self, pids: Sequence[int], timeout_seconds: float) -> tuple[int, int] | None:
-        """The id and exit status of a process that ended; None when none did in time."""
-        ...
-
-    def close(self) -> None:
-        """Kills all processes that are still running."""
-        ...
 
 
 class ForkServer:
@@ -75,12 +60,11 @@ class ForkServer:
     """
 
     def __init__(self, preload: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._process = subprocess.Popen(
+        self._process = Launch(
             [sys.executable, "-u", "-m", "resumekit.testing.server", *preload],
-            env=dict(environment),
+            environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -89,15 +73,13 @@ class ForkServer:
         self._pending = b""
         self._started: list[int] = []
         self._ended: dict[int, int] = {}
-        self._ready = False
-        self._await(lambda: self._ready, _READY_TIMEOUT_SECONDS, "to import its modules")
+        self._await_pid("to import its modules")
 
     def start(self, task: Task) -> int:
         """The id of a new process, which leads its own session and runs the task."""
         self._requests.write(task.to_json().encode() + b"\n")
         self._requests.flush()
-        self._await(lambda: bool(self._started), _READY_TIMEOUT_SECONDS, "to fork")
-        return self._started.pop()
+        return self._await_pid("to fork")
 
     def wait_any(self, pids: Sequence[int], timeout_seconds: float) -> tuple[int, int] | None:
         """The id and exit status of a process that ended; None when none did in time."""
@@ -109,6 +91,46 @@ class ForkServer:
             left = deadline - time.monotonic()
             if left <= 0 or not self._receive(left):
                 return None
+
+    def run(
+        self,
+        tasks: Sequence[Task],
+        timeout_seconds: float,
+        *,
+        expected: Collection[int | None] = (0,),
+        peers_seconds: float = float("inf"),
+    ) -> dict[int, int]:
+        """The exit status of each rank of a job that ended in time, in the order of their ends.
+
+        The other ranks are killed, and all that a rank has started and left behind.
+
+        Args:
+            tasks: one for each rank, without the variables that torchrun would set.
+            timeout_seconds: how long the ranks may take together.
+            expected: exit statuses of a rank that does not fail.
+            peers_seconds: how long the other ranks go on after one failed.
+        """
+        port = free_port()
+        pids = []
+        for rank, task in enumerate(tasks):
+            ranks = distributed_environment(rank, len(tasks), port)
+            pids.append(self.start(replace(task, environment={**ranks, **task.environment})))
+        statuses: dict[int, int] = {}
+        deadline = time.monotonic() + timeout_seconds
+        while running := [pid for pid in pids if pid not in statuses]:
+            ended = self.wait_any(running, max(deadline - time.monotonic(), 0.0))
+            if ended is None:
+                break
+            pid, status = ended
+            statuses[pid] = status
+            kill_processes(pid)  # loader workers and the like that outlived it
+            if status not in expected:
+                # Its peers may notice and fail before its own death is heard of here.
+                deadline = min(deadline, time.monotonic() + peers_seconds)
+        for pid in running:
+            kill_processes(pid)
+            self.wait_any([pid], timeout_seconds)
+        return {pids.index(pid): status for pid, status in statuses.items()}
 
     def close(self) -> None:
         """Ends the server, which kills what it has started."""
@@ -122,13 +144,15 @@ class ForkServer:
             except subprocess.TimeoutExpired:
                 self._process.kill()
 
-    def _await(self, done: Callable[[], bool], timeout_seconds: float, what: str) -> None:
-        deadline = time.monotonic() + timeout_seconds
-        while not done():
+    def _await_pid(self, what: str) -> int:
+        deadline = time.monotonic() + _READY_TIMEOUT_SECONDS
+        while not self._started:
             if not self._receive(max(deadline - time.monotonic(), 0.0)):
                 raise CommandTimeoutError(
-                    "the fork server", found=f"took more than {timeout_seconds:.0f} seconds {what}"
+                    "the fork server",
+                    found=f"took more than {_READY_TIMEOUT_SECONDS:.0f} seconds {what}",
                 )
+        return self._started.pop()
 
     def _receive(self, timeout_seconds: float) -> bool:
         """Takes in what the server has said; False when it said nothing in time."""
@@ -147,52 +171,6 @@ class ForkServer:
             reply = json.loads(line)
             if "status" in reply:
                 self._ended[reply["pid"]] = reply["status"]
-            elif "pid" in reply:
-                self._started.append(reply["pid"])
             else:
-                self._ready = True
+                self._started.append(reply["pid"])
         return True
-
-
-class ColdStart:
-    """Starts each task in a fresh interpreter: slow, and free of anything inherited.
-
-    Args:
-        environment: the whole environment of every task, before the task's own changes.
-    """
-
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self._environment = dict(environment)
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-
-    def start(self, task: Task) -> int:
-        """The id of a new process, which leads its own session and runs the task."""
-        command = [sys.executable, "-u", "-m", "resumekit.testing.task", task.to_json()]
-        # Set here as well as in the task: what the interpreter reads at its start must be there.
-        environment = {**self._environment, **task.environment}
-        process = subprocess.Popen(
-            command,
-            env={name: value for name, value in environment.items() if value is not None},
-            stdin=subprocess.DEVNULL,
-        )
-        self._processes[process.pid] = process
-        return process.pid
-
-    def wait_any(self, pids: Sequence[int], timeout_seconds: float) -> tuple[int, int] | None:
-        """The id and exit status of a process that ended; None when none did in time."""
-        deadline = time.monotonic() + timeout_seconds
-        while True:
-            for pid in pids:
-                status = self._processes[pid].poll()
-                if status is not None:
-                    del self._processes[pid]
-                    return pid, status
-            if time.monotonic() >= deadline:
-                return None
-            time.sleep(_POLL_SECONDS)
-
-    def close(self) -> None:
-        """Kills all processes that are still running."""
-        for process in self._processes.values():
-            process.kill()
-            process.wait()

@@ -1,7 +1,8 @@
 """The fork server: imports the frameworks once and forks a process for each task.
 
 It speaks JSON lines: a task on stdin gives ``{"pid": ...}``, and the end of a process gives
-``{"pid": ..., "status": ...}``. When stdin closes it kills what it has started and leaves.
+``{"pid": ..., "status": ...}``. Its own id says that it is ready. When stdin closes it kills what
+it has started and leaves.
 
 It must stay free of threads, so it imports and never computes: a forked child inherits locks, but
 not the threads that would release them.
@@ -20,6 +21,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from resumekit.launcher.processes import kill_processes
 from resumekit.testing.task import Task
 
 
@@ -41,7 +43,7 @@ def main(preload: Sequence[str]) -> None:
     # imported modules: about a second per child with torch alone.
     gc.freeze()
     gc.enable()
-    _reply(replies, ready=True)
+    _reply(replies, pid=os.getpid())  # ready
     task = _serve(replies)
     if task is None:
         os._exit(0)  # nothing is left to do, and a framework's exit handler may wait
@@ -82,7 +84,8 @@ def _serve(replies: int) -> Task | None:
         received = os.read(0, 1 << 16)
         *lines, pending = (pending + received).split(b"\n")
         if not received or b"" in lines:
-            _kill(children)
+            for child in children:
+                kill_processes(child)
             return None
         for line in lines:
             child = os.fork()
@@ -106,15 +109,7 @@ def _reap(children: set[int], replies: int) -> None:
             _reply(replies, pid=pid, status=os.waitstatus_to_exitcode(status))
 
 
-def _kill(children: set[int]) -> None:
-    for pid in children:
-        try:
-            os.killpg(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            os.kill(pid, signal.SIGKILL)  # it has not made its own session yet
-
-
-def _reply(descriptor: int, **fields: int | bool) -> None:
+def _reply(descriptor: int, **fields: int) -> None:
     os.write(descriptor, json.dumps(fields).encode() + b"\n")
 
 

@@ -29,6 +29,7 @@ class Task:
         options: keyword arguments for the function.
         environment: variables to set; None removes one.
         log: the file for stdout and stderr.
+        is_cold: whether a fresh interpreter runs it.
     """
 
     target: str
@@ -36,6 +37,7 @@ class Task:
     options: Mapping[str, Any]
     environment: Mapping[str, str | None]
     log: str
+    is_cold: bool = False
 
     def to_json(self) -> str:
         """One line that ``from_json`` reads."""
@@ -47,7 +49,10 @@ class Task:
         return cls(**json.loads(line))
 
     def enter(self) -> None:
-        """Makes this process the task's own: its session, its output, its environment."""
+        """Makes this process the task's own: its session, its output, its environment.
+
+        A cold start replaces it by a fresh interpreter, which reads its variables at its start.
+        """
         os.setsid()
         # A shell ignores SIGINT for what it starts in the background, and its children inherit it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -60,6 +65,9 @@ class Task:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+        if self.is_cold:
+            words = [sys.executable, "-u", "-m", __name__, self.to_json()]
+            os.execv(sys.executable, words)
 
     def run(self) -> None:
         """Calls the function and passes its exceptions on. Destroys its process group."""
@@ -130,9 +138,7 @@ def _load_file(path: Path) -> ModuleType:
 
 def main() -> None:
     """A cold start: one task, read from the command line, in a fresh interpreter."""
-    task = Task.from_json(sys.argv[1])
-    task.enter()
-    task.run()
+    Task.from_json(sys.argv[1]).run()
 
 
 if __name__ == "__main__":

@@ -251,7 +251,7 @@ def test_a_nested_function_is_refused(kit: Kit) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_closing_the_kit_leaves_no_process(tmp_path: Path) -> None:
     kit = Kit(tmp_path, preload=())
-    pid = kit._launcher._process.pid  # type: ignore[attr-defined]  # the fork server's own
+    pid = kit._server._process.pid
     assert is_running(pid)
     kit.close()
     assert not is_running(pid)

@@ -51,10 +51,9 @@ def record(server: ForkServer, tmp_path: Path) -> Callable[..., str]:
         path.write_text(program)
         settings = RecorderSettings(directory=str(tmp_path / "records"), digest_every=digest_every)
         options = {"program": str(path), "settings": settings.as_dict()}
-        pid = server.start(Task(f"{RECORDED}:run", str(tmp_path), options, {}, str(log)))
-        ended = server.wait_any([pid], 60)
+        ended = server.run([Task(f"{RECORDED}:run", str(tmp_path), options, {}, str(log))], 60)
         output = log.read_text()
-        assert ended == (pid, 0), output
+        assert ended == {0: 0}, output
         return output
 
     return record

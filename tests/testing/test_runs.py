@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit
-from resumekit.testing.launchers import Launcher
 from resumekit.testing.task import Task
 
 TRAIN = f"{Path(__file__).parent / 'scripts' / 'tiny_training.py'}:train"
@@ -21,19 +20,6 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
         yield kit
 
 
-class Counting:
-    """A launcher that counts."""
-
-    def __init__(self, launcher: Launcher) -> None:
-        self.num_started = 0
-        self._launcher = launcher
-        self.wait_any, self.close = launcher.wait_any, launcher.close
-
-    def start(self, task: Task) -> int:
-        self.num_started += 1
-        return self._launcher.start(task)
-
-
 def cell(*steps: int, save_every: int = 3) -> Cell:
     kills = tuple(map(KillPoint.step, steps))
     return Cell(TRAIN, {"save_every": save_every, "count_samples": True}, kills=kills)
@@ -42,17 +28,23 @@ def cell(*steps: int, save_every: int = 3) -> Cell:
 def test_runs_that_begin_alike_have_one_first_launch(
     kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launcher = Counting(kit._launcher)
-    monkeypatch.setattr(kit, "_launcher", launcher)
+    started: list[Task] = []
+    former = kit._server.start
+
+    def start(task: Task) -> int:
+        started.append(task)
+        return former(task)
+
+    monkeypatch.setattr(kit._server, "start", start)
     kit.assert_exact(cell(8, save_every=2))  # no other test has made a run that begins so
-    assert launcher.num_started == 3  # one uninterrupted, one killed, one that continues
+    assert len(started) == 3  # one uninterrupted, one killed, one that continues
     kit.assert_caught(cell(8, save_every=2), "model")
     kit.assert_exact(cell(8, save_every=2))
-    assert launcher.num_started == 5
+    assert len(started) == 5
     kit.assert_exact(cell(8, 10, save_every=2))
-    assert launcher.num_started == 7
+    assert len(started) == 7
     kit.assert_exact(cell(7, save_every=2))
-    assert launcher.num_started == 9
+    assert len(started) == 9
 
 
 def test_what_one_run_did_is_gone_when_the_next_continues(kit: Kit) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from resumekit.distributed import World
 
+# Not psutil: ranks compare start times, and create_time() of psutil 7.2 adds the time of the boot,
+# which moves when the clock of the node is set. A number of ticks since the boot never changes.
 _ENDED = "ZX"  # states in /proc/<pid>/stat of a process that runs no more
 
 

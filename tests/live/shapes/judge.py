@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -155,10 +154,8 @@ class ForkedLaunches:
         path = Path(given["path"])
         path.touch()
         task = Task("tiny_training:launch", str(directory), given, {}, str(log))
-        pid = self._server.start(task)
-        deadline = time.monotonic() + LAUNCH_SECONDS
-        while self._server.wait_any([pid], 1.0) is None:
-            assert time.monotonic() < deadline, f"{given['shape']}: a launch did not end"
+        ended = self._server.run([task], LAUNCH_SECONDS)
+        assert ended, f"{given['shape']}: a launch did not end"
         return Launch.read(path)
 
     def close(self) -> None:
