@@ -158,6 +158,27 @@ DANGEROUS = frozenset(
 DANGEROUS_ALLOWED: dict[str, dict[str, str]] = {}
 
 
+# What starts a process, as the beginning of a dotted name. subprocess.run is left out: it waits for
+# the end of its program, and leaves nothing to watch.
+STARTERS = (
+    *("subprocess.Popen", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.system"),
+    *("os.popen", "pty.", "psutil.Popen", "multiprocessing.Process"),
+)
+# Modules that start processes or read /proc, with the reason. Others use launcher/processes.py.
+STARTS_PROCESSES = {
+    "resumekit/launcher/processes.py": "the one starter",
+    "resumekit/replay/mounts.py": "isolates its own process, and then becomes the command",
+    "resumekit/testing/server.py": "a task is a fork of the warm process",
+    "resumekit/testing/task.py": "a cold start makes a fork a fresh interpreter",
+}
+READS_PROC = {
+    "resumekit/journal/records.py": "model of the processor and version of the driver",
+    "resumekit/replay/mounts.py": "mount points, and the user ids of a new namespace",
+    "resumekit/run/saving/processes.py": "the start time of a rank, in ticks since the boot",
+    "resumekit/storage/io/direct.py": "opens a file again by its descriptor, with other flags",
+}
+
+
 MAX_LINES = 600  # of a module: one idea, read from top to bottom
 
 # Lines of code of each package, without docstrings, comments and blank lines; a new one begins with
@@ -292,6 +313,18 @@ def dangerous_names(tree: ast.AST) -> set[str]:
     for name in imported(tree):
         found.update({name, name.split(".")[0]} & DANGEROUS)
     return found
+
+
+def starts_processes(tree: ast.AST) -> bool:
+    """Whether a module uses a name of STARTERS, imports included."""
+    used = {_dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return any(name.startswith(STARTERS) for name in imported(tree) | used)
+
+
+def reads_proc(tree: ast.AST) -> bool:
+    """Whether a module has a text that begins as a path in /proc."""
+    texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return any(isinstance(text, str) and f"{text}/".startswith("/proc/") for text in texts)
 
 
 def _dotted(node: ast.AST) -> str:
@@ -463,6 +496,28 @@ def test_nothing_can_run_bytes_that_came_from_storage() -> None:
     assert all(all(names.values()) for names in DANGEROUS_ALLOWED.values()), "each has a reason"
 
 
+def test_only_these_modules_start_processes_or_read_proc() -> None:
+    assert {each.path for each in EVERY_MODULE if starts_processes(each.tree)} == {
+        *STARTS_PROCESSES
+    }
+    assert {each.path for each in EVERY_MODULE if reads_proc(each.tree)} == {*READS_PROC}
+
+
+def test_the_reader_sees_each_way_to_start_a_process_and_each_path_below_proc() -> None:
+    starting = (
+        *("subprocess.Popen(c)", "from subprocess import Popen", "class A(subprocess.Popen): ..."),
+        *("os.execvp(c, a)", "from os import posix_spawn", "os.posix_spawnp(c, a, e)", "os.fork()"),
+    )
+    for source in starting:
+        assert starts_processes(ast.parse(source)), source
+    for source in ("subprocess.run(c)", "os.register_at_fork()", "Launch(c, e).kill_all()"):
+        assert not starts_processes(ast.parse(source)), source
+    for source in ("Path('/proc') / 'stat'", "open(f'/proc/{pid}/stat')", "a = '/proc/self/fd'"):
+        assert reads_proc(ast.parse(source)), source
+    for source in ("'a file below /proc'", "'/processes'"):
+        assert not reads_proc(ast.parse(source)), source
+
+
 def test_the_reader_sees_each_kind_of_import_and_each_dangerous_name() -> None:
     tree = ast.parse(
         "import a.b as c\n"
@@ -530,6 +585,13 @@ def test_importing_resumekit_loads_no_framework_and_no_terminal_library() -> Non
     loaded = _modules_loaded_by("import resumekit")
     assert "resumekit" in loaded
     assert not loaded & (FRAMEWORKS | TERMINAL)
+
+
+def test_what_a_process_of_an_attached_command_imports_does_not_load_psutil() -> None:
+    modules = "resumekit.checkpointer, resumekit.attach, resumekit.recorder"
+    loaded = _modules_loaded_by(f"import {modules}")
+    assert "torch" in loaded
+    assert "psutil" not in loaded
 
 
 def test_the_conformance_kit_loads_no_test_runner_until_the_suite_is_asked_for() -> None:
