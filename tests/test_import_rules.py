@@ -73,7 +73,10 @@ LAYERS: dict[str, set[str]] = {
         *("storage", "capture", "data", "run", "frameworks", "attach"),
     },
     "recorder": {"tracing"},
-    "prove": {"errors", "log", "cadence", "tracing", "launcher", "recorder", "attach"},
+    "prove": {
+        *("errors", "log", "cadence", "serialization", "tracing", "launcher", "recorder"),
+        "attach",
+    },
     "supervisor": {"errors", "storage", "journal", "launcher", "attach"},
     # "adapters": the checks for a GPU train as a user's script does
     "testing": {"errors", "log", "tracing", "storage", "journal", "launcher", "prove", "adapters"},

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from resumekit.html_report.cause_rules import Cause
-from resumekit.html_report.likely_causes import find_causes
-from resumekit.html_report.recordings import of_trace
 from resumekit.prove import Outcome, Trial, prove, read_trace
+from resumekit.prove.causes import Cause, find_causes
+from resumekit.prove.recordings import of_trace
 
 pytest.importorskip("deepspeed")
 

@@ -11,11 +11,11 @@ from types import TracebackType
 
 from faulty_resumes import SAVE_EVERY
 
-from resumekit.html_report.likely_causes import Finding, find_causes
-from resumekit.html_report.recordings import of_trace
 from resumekit.prove import CHECKPOINT, launch_directory, read_trace, records_of
+from resumekit.prove.causes import Finding, find_causes
 from resumekit.prove.differences import constant_components
 from resumekit.prove.recording import write_positions
+from resumekit.prove.recordings import of_trace
 from resumekit.recorder import RecorderSettings
 from resumekit.testing.launchers import ForkServer
 from resumekit.testing.task import Task

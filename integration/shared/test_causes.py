@@ -17,7 +17,7 @@ import pytest
 from faulty_resumes import BATCHES, STATES
 from recorded_runs import ROOT, RecordedRuns, Wrong, resumed_step
 
-from resumekit.html_report.cause_rules import Cause
+from resumekit.prove.causes import Cause
 
 SCRIPTS = ROOT / "integration" / "scripts"
 NUM_STEPS, EPOCH = 87, 29

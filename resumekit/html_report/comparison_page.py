@@ -14,10 +14,10 @@ from typing import Any
 from resumekit.errors import TraceError
 from resumekit.html_report.charts import Chart, Drawing, Line, Mark, drawn
 from resumekit.html_report.finding_rows import causes_in_words, finding_rows
-from resumekit.html_report.likely_causes import Finding, find_causes
-from resumekit.html_report.recordings import Recording, first_step, losses, of_trace
 from resumekit.html_report.rendering import Headline, render
 from resumekit.prove import LaunchSummary, Outcome, ProveResult, Trial, read_trace
+from resumekit.prove.causes import Finding, find_causes
+from resumekit.prove.recordings import Recording, first_step, losses, of_trace
 
 
 @dataclass(frozen=True)

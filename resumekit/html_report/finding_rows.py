@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from resumekit.html_report.cause_rules import Cause
-from resumekit.html_report.likely_causes import Finding
-from resumekit.html_report.recordings import STEP
+from resumekit.prove import STEP
+from resumekit.prove.causes import Cause, Finding
 
 _DIGEST_LETTERS = 16  # the shortest digest in a trace
 
@@ -23,24 +22,23 @@ def finding_rows(findings: Iterable[Finding]) -> dict[str, list[dict[str, Any]]]
 
 def causes_in_words(findings: Iterable[Finding]) -> str:
     """Each component with its likely cause, without consequences."""
-    return "; ".join(
-        f"{each.component}: {each.cause.value}"
-        for each in findings
-        if each.cause is not Cause.CONSEQUENCE
-    )
+    causes = [each for each in findings if each.cause is not Cause.CONSEQUENCE]
+    return "; ".join(f"{each.component}: {each.cause.value}" for each in causes)
 
 
 def _row(finding: Finding) -> dict[str, str]:
     where = f"step {finding.moment.step}"
     if finding.moment.kind != STEP:
         where = f"{finding.moment.kind}, {where}"
-    more = finding.num_leaves - 1
+    leaf, values = next(iter(finding.leaves.items()))
+    found, expected = ("absent" if each is None else _short(each) for each in values)
+    more = len(finding.leaves) - 1
     return {
         "component": finding.component,
         "where": where,
-        "leaf": finding.leaf + (f" and {more} more" if more else ""),
-        "found": _short(finding.found),
-        "expected": _short(finding.expected),
+        "leaf": leaf + (f" and {more} more" if more else ""),
+        "found": found,
+        "expected": expected,
         "cause": finding.cause.value,
         "evidence": finding.evidence,
     }

@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from resumekit.html_report.recordings import (
-    DATA,
-    IN_ANY_ORDER,
-    LR,
-    RESUMED,
-    RNG,
-    STEP,
-    Moment,
-    Recording,
-)
 from resumekit.journal import LOSS, Has, Record
 from resumekit.journal import STEP as STEP_RECORD
+from resumekit.prove import RESUMED, STEP
+from resumekit.prove.recordings import DATA, IN_ANY_ORDER, LR, RNG, Moment, Recording
 
 _ALL = ~0
 

@@ -7,14 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from resumekit.html_report.cause_rules import Cause
 from resumekit.html_report.charts import Chart, Drawing, Line, Mark, Point, drawn
 from resumekit.html_report.finding_rows import causes_in_words, finding_rows
 from resumekit.html_report.journal_recordings import of_replay
-from resumekit.html_report.likely_causes import Finding, find_causes
-from resumekit.html_report.recordings import Launch, Recording, losses
 from resumekit.html_report.rendering import Headline, Table, render
 from resumekit.journal import DIRECTORY, find_attempts
+from resumekit.prove.causes import Cause, Finding, find_causes
+from resumekit.prove.recordings import Launch, Recording, losses
 
 if TYPE_CHECKING:
     from resumekit.replay import RankResult, ReplayResult

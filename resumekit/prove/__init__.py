@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from resumekit.prove import causes, recordings
 from resumekit.prove.comparison import compare
 from resumekit.prove.report import print_result
 from resumekit.prove.result import (
@@ -17,6 +18,7 @@ from resumekit.prove.runner import prove
 from resumekit.prove.trace_records import (
     CHECKPOINT,
     END,
+    RESUMED,
     STEP,
     Attempt,
     Record,
@@ -30,6 +32,7 @@ from resumekit.prove.trace_records import (
 __all__ = [
     "CHECKPOINT",
     "END",
+    "RESUMED",
     "STEP",
     "Attempt",
     "Divergence",
@@ -41,11 +44,13 @@ __all__ = [
     "TraceTail",
     "Trial",
     "Verdict",
+    "causes",
     "compare",
     "launch_directory",
     "print_result",
     "prove",
     "read_trace",
+    "recordings",
     "records_of",
     "steps_of",
 ]

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from resumekit.html_report.cause_rules import Cause
-from resumekit.html_report.likely_causes import find_causes
-from resumekit.html_report.recordings import Moment, Recording, of_trace
 from resumekit.prove import read_trace
+from resumekit.prove.causes import Cause, find_causes
+from resumekit.prove.recordings import Moment, Recording, of_trace
 
 SCRIPT = Path(__file__).parent / "scripts" / "recorded_faults.py"
 

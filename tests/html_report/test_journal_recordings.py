@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from resumekit.html_report.cause_rules import Cause
 from resumekit.html_report.journal_recordings import of_replay
-from resumekit.html_report.likely_causes import find_causes
 from resumekit.journal import LOSS, Has, Record
+from resumekit.prove.causes import Cause, find_causes
 
 BATCHES, LAST, BEGIN = 6, 24, 8
 ALL = Has.IDS | Has.COUNT | Has.RNG | Has.LR | Has.LOSS

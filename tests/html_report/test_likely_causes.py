@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 
-from resumekit.html_report.cause_rules import Cause
-from resumekit.html_report.likely_causes import Finding, find_causes
-from resumekit.html_report.recordings import Launch, Moment, Recording, of_trace
 from resumekit.prove import read_trace
+from resumekit.prove.causes import Cause, Finding, find_causes
+from resumekit.prove.recordings import Launch, Moment, Recording, of_trace
 
 BATCHES, EPOCHS, SAVE_EVERY = 6, 4, 4
 LAST = BATCHES * EPOCHS
