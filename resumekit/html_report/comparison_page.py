@@ -15,9 +15,9 @@ from resumekit.errors import TraceError
 from resumekit.html_report.charts import Chart, Drawing, Line, Mark, drawn
 from resumekit.html_report.finding_rows import causes_in_words, finding_rows
 from resumekit.html_report.rendering import Headline, render
-from resumekit.prove import LaunchSummary, Outcome, ProveResult, Trial, read_trace
-from resumekit.prove.causes import Finding, find_causes
-from resumekit.prove.recordings import Recording, first_step, losses, of_trace
+from resumekit.prove import LaunchSummary, Outcome, ProveResult, Trial
+from resumekit.prove.causes import Finding, find_first_causes
+from resumekit.prove.recordings import Recording, first_step, losses, read_recordings
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def of_prove(result: ProveResult, traces: Path) -> Comparison:
         TraceError: there is no trace of the uninterrupted run.
     """
     folder = "records" if result.is_recorded else "trace"
-    references = _recordings(traces / "reference" / folder)
+    references = read_recordings(traces / "reference" / folder)
     if not references:
         raise TraceError(str(traces), found="no trace", expected="a directory kept by prove")
     runs = tuple(_compared(trial, references, traces, folder) for trial in result.trials)
@@ -120,25 +120,12 @@ def of_prove(result: ProveResult, traces: Path) -> Comparison:
     return Comparison(command, _headline(result, runs), tuple(facts), references[0], runs)
 
 
-def _recordings(trace: Path) -> dict[int, Recording]:
-    """What each rank traced; empty when nothing was."""
-    try:
-        return {rank: of_trace(attempts) for rank, attempts in read_trace(trace).items()}
-    except TraceError:
-        return {}
-
-
 def _compared(
     trial: Trial, references: Mapping[int, Recording], traces: Path, folder: str
 ) -> ComparedRun:
     name = "killed" if trial.injected is None else f"without-{trial.injected.replace('/', '-')}"
-    found = _recordings(traces / name / folder)
-    rank = 0
-    findings: tuple[Finding, ...] = ()
-    for rank, reference in references.items():
-        findings = find_causes(reference, found[rank]) if rank in found else ()
-        if findings:
-            break
+    found = read_recordings(traces / name / folder)
+    rank, findings = find_first_causes(references, found)
     plain = trial.injected is None
     title = "Killed and resumed" if plain else f"Resumed without {trial.injected}"
     return ComparedRun(
@@ -152,7 +139,7 @@ def _compared(
             for launch in trial.launches
             if launch.was_killed and launch.killed_after_step is not None
         ),
-        rank=rank if findings else 0,
+        rank=rank,
     )
 
 

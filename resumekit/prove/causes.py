@@ -7,7 +7,7 @@ by component, a cause, the predicate that shows it, and the text of the evidence
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -103,6 +103,15 @@ class Finding:
     launch: int
     cause: Cause
     evidence: str
+
+
+def find_first_causes(
+    references: Mapping[int, Recording], judged: Mapping[int, Recording]
+) -> tuple[int, tuple[Finding, ...]]:
+    """The first rank that differs, and the causes there; rank 0 and none without a difference."""
+    ranks = sorted(references.keys() & judged.keys())
+    found = ((rank, find_causes(references[rank], judged[rank])) for rank in ranks)
+    return next((each for each in found if each[1]), (0, ()))
 
 
 def find_causes(reference: Recording, judged: Recording) -> tuple[Finding, ...]:
@@ -290,7 +299,7 @@ def _first_step(case: Case) -> Found:
     return [first] if first in case.common_steps else ()
 
 
-def _initial_value(case: Case) -> Found:
+def _initial(case: Case) -> Found:
     leaf, (found, _) = next(iter(case.leaves.items()))
     is_initial = found in ("None", "0", "0.0", "{}", "[]", "False", None)
     return [leaf or case.component, found or "absent"] if is_initial else ()
@@ -500,11 +509,7 @@ _MODEL: tuple[Row, ...] = (
 
 def _lost(cause: Cause) -> tuple[Row, ...]:
     """The rows of a state that is lost in one way only."""
-    return (
-        (cause, _earlier_step, _STEP),
-        (cause, _initial_value, "{} is {}."),
-        (cause, _number, "{}"),
-    )
+    return (cause, _earlier_step, _STEP), (cause, _initial, "{} is {}."), (cause, _number, "{}")
 
 
 def _untrained(cause: Cause) -> tuple[Row, ...]:

@@ -11,8 +11,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
+from resumekit.errors import TraceError
 from resumekit.prove.trace_records import (
     CHECKPOINT,
     END,
@@ -21,6 +23,7 @@ from resumekit.prove.trace_records import (
     STEP,
     Attempt,
     Record,
+    read_trace,
 )
 from resumekit.serialization import leaf_digests
 
@@ -103,6 +106,14 @@ class Recording:
     def last_step(self) -> int:
         """The highest step that was executed."""
         return max((each.step for each in self.moments if each.kind == STEP), default=0)
+
+
+def read_recordings(trace: Path) -> dict[int, Recording]:
+    """What each rank traced, by rank; empty when nothing was."""
+    try:
+        return {rank: of_trace(attempts) for rank, attempts in read_trace(trace).items()}
+    except TraceError:
+        return {}
 
 
 def of_trace(attempts: Iterable[Attempt]) -> Recording:

@@ -113,13 +113,16 @@ def _print_verdict(result: ProveResult, trial: Trial, console: Console) -> None:
         text = f"FAILED: a launch after a kill failed, {trial.failure}"
     # Not wrapped: one line for a reader of a log, too.
     console.print(Text(text, style=_STYLES.get(trial.outcome, "bold red")), soft_wrap=True)
+    for cause in trial.causes:
+        console.print(Text(f"Likely cause: {cause}"), soft_wrap=True)
 
 
 def _injection_table(trials: list[Trial]) -> Table:
-    table = Table("left out", "outcome", "first difference", "seconds")
+    table = Table("left out", "outcome", "first difference and likely cause", "seconds")
     for trial in trials:
         outcome = Text(trial.outcome.value, style=_STYLES.get(trial.outcome, "bold red"))
         divergence = trial.verdict.divergence if trial.verdict else None
         found = str(divergence) if divergence else (trial.failure or "none")
+        found = "\n".join([found, *trial.causes])
         table.add_row(trial.injected, outcome, Text(found), f"{trial.seconds:.1f}")
     return table

@@ -246,6 +246,8 @@ class Trial:
         digests: one digest per component of the last state, by name.
         recorded: the comparison of what the recorder saw; None when it saw no step, or failed.
         recorder_failure: why the recorder stopped; empty when it did not.
+        causes: each component that differs first, with its likely cause and what that rests on;
+            empty without a difference, and where a launch failed.
     """
 
     injected: str | None
@@ -257,6 +259,7 @@ class Trial:
     digests: Mapping[str, str]
     recorded: Verdict | None = None
     recorder_failure: str = ""
+    causes: tuple[str, ...] = ()
 
     @property
     def num_kills(self) -> int:

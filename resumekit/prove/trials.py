@@ -13,14 +13,19 @@ from resumekit.errors import (
     TraceError,
 )
 from resumekit.prove.attaching import require_attached, require_save
+from resumekit.prove.causes import Cause, find_first_causes
 from resumekit.prove.comparison import compare
 from resumekit.prove.differences import Leaf, constant_components, last_digests
 from resumekit.prove.execution import FinishedRun, Plan, execute, execute_uninterrupted
 from resumekit.prove.kills import Kill
 from resumekit.prove.recording import failure_of_recorder, read_records
+from resumekit.prove.recordings import read_recordings
 from resumekit.prove.result import Outcome, Trial, Verdict
 from resumekit.prove.trace_records import Attempt, read_trace
 from resumekit.tracing import KillPoint
+
+# A relaunch did something else than the uninterrupted run.
+_EXPLAINED = (Outcome.DIVERGED, Outcome.RESTARTED, Outcome.CAUGHT, Outcome.MISNAMED)
 
 
 @dataclass(frozen=True)
@@ -65,11 +70,14 @@ class Judge:
             recorded = self._recorded(run, num_kills)
         # The script's trace names its steps and states; the recorder sees more of them.
         verdict = traced if traced is not None and not _is_outdone(traced, recorded) else recorded
+        runs = (self.reference, run)
+        seen = [each.records if verdict is recorded else each.trace for each in runs]
         if verdict is not None and self.plan.save_every is not None:
             verdict = self._verdict_on_attached(verdict)
+        outcome = _outcome(component, verdict, run.failure)
         trial = Trial(
             injected=component,
-            outcome=_outcome(component, verdict, run.failure),
+            outcome=outcome,
             verdict=verdict,
             failure=run.failure,
             launches=run.launches,
@@ -77,6 +85,7 @@ class Judge:
             digests=self._digests(run) if verdict else {},
             recorded=recorded,
             recorder_failure=recorder_failure,
+            causes=_likely_causes(*seen) if outcome in _EXPLAINED else (),
         )
         if trial.outcome in (Outcome.EXACT, Outcome.WITHIN_TOLERANCE, Outcome.MISSED):
             self._require_kills(num_kills)
@@ -170,6 +179,16 @@ class Judge:
             )
         except TraceError:
             return None  # every launch failed before it could write anything
+
+
+def _likely_causes(reference: Path, judged: Path) -> tuple[str, ...]:
+    """One sentence for each component that differs first; consequences are left out."""
+    _, findings = find_first_causes(read_recordings(reference), read_recordings(judged))
+    return tuple(
+        f"{each.component}: {each.cause.value}. {each.evidence}"
+        for each in findings
+        if each.cause not in (Cause.CONSEQUENCE, Cause.NOT_REPRODUCIBLE)
+    )
 
 
 def _is_outdone(traced: Verdict, recorded: Verdict | None) -> bool:

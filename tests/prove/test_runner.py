@@ -151,6 +151,7 @@ def test_a_script_that_does_not_repeat_itself_is_distinguished_from_a_bad_resume
     result = prove([sys.executable, str(script), "{dir}"], kills=1)
     assert (result.trials[0].outcome, result.ok) == (Outcome.NOT_REPRODUCIBLE, False)
     assert "before the first kill" in text_of(result)
+    assert "Likely cause" not in text_of(result)
 
 
 def test_a_relaunch_that_fails_is_not_exact() -> None:
@@ -282,6 +283,41 @@ def test_points_are_chosen_on_the_command_line(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit, match="2"):
         main(["prove", "--at", "step:5", "--kills", "1", "--", *job])
     assert "given together with kills" in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------------------- likely causes
+
+
+def test_a_difference_is_reported_with_its_likely_cause(tmp_path: Path) -> None:
+    result = tiny("--forgets", "model", at=("step:8",), json_path=tmp_path / "answer.json")
+    (trial,) = result.trials
+    assert trial.outcome is Outcome.DIVERGED, text_of(result)
+    cause = "model: weights restarted. No tensor is one that the reference run ever recorded."
+    assert trial.causes == (cause,)
+    *_, verdict, line = text_of(result).splitlines()
+    assert verdict.startswith("DIVERGED: step 6, rank 0: model: value differs")
+    assert line == f"Likely cause: {cause}"
+    answer = json.loads((tmp_path / "answer.json").read_text())
+    assert answer["trials"][0]["causes"] == [cause]
+
+
+def test_a_difference_that_nothing_recorded_explains_is_a_variable_outside_the_checkpoint() -> None:
+    result = tiny("--counts", at=("step:8",))
+    line = text_of(result).splitlines()[-1]
+    assert line.startswith("Likely cause: loss: a variable that is not in the checkpoint. ")
+
+
+@pytest.mark.parametrize("options", [(), ("--fail-on-relaunch",)])
+def test_without_a_difference_there_is_no_cause(options: tuple[str, ...]) -> None:
+    """A launch that failed has its own message."""
+    result = tiny(*options, at=("step:8",))
+    assert result.trials[0].causes == ()
+    assert "Likely cause" not in text_of(result)
+
+
+def test_a_component_that_is_left_out_is_listed_with_its_likely_cause() -> None:
+    text = " ".join(text_of(tiny(at=("step:8",), inject="all")).split())
+    assert text.count("weights restarted") == 1
 
 
 # ----------------------------------------------------------------------------- negative controls

@@ -58,6 +58,7 @@ def test_what_an_unchanged_script_forgets_is_named(
     firsts = {one.component: one.step for one in trial.verdict.firsts}
     assert also <= firsts.keys()
     assert all(9 <= step <= 10 for step in firsts.values()), firsts
+    assert trial.causes[0].startswith(f"{component}: "), trial.causes
 
 
 @pytest.mark.full

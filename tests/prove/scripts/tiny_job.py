@@ -29,6 +29,8 @@ parser.add_argument("--lives-on", action="store_true", help="chosen points do no
 parser.add_argument("--leave-child", choices=["marked", "unmarked"])
 parser.add_argument("--deaf-to", default="", help="a component whose injection is ignored")
 parser.add_argument("--breaks", default="", help="a component that every injection breaks")
+parser.add_argument("--forgets", default="", help="a component that no resume restores")
+parser.add_argument("--counts", action="store_true", help="losses depend on an unsaved counter")
 args = parser.parse_args()
 
 trace = Path(os.environ["RESUMEKIT_TRACE"])
@@ -71,6 +73,7 @@ if saved.exists():
     if left_out:
         for key in {left_out, args.breaks} & fresh.keys() - {args.deaf_to}:
             state[key] = fresh[key]
+    state.update({key: fresh[key] for key in fresh if key == args.forgets})
     write("resumed", step=step, components=digests())
     first = step + 1
 
@@ -82,7 +85,8 @@ for step in range(first, args.steps + 1):
     state["optimizer"] = (state["optimizer"] * 31 + state["model"]) % 1_000_003
     state["model"] = (state["model"] * 17 + state["optimizer"]) % 1_000_003
     time.sleep(args.pause_seconds)
-    write("step", step=step, values={"loss": float(state["model"]).hex()})
+    loss = state["model"] + (step - first if args.counts else 0)
+    write("step", step=step, values={"loss": float(loss).hex()})
     if step % args.save_every == 0 or step == args.steps:
         saved.with_suffix(".tmp").write_text(json.dumps([step, state]))
         saved.with_suffix(".tmp").rename(saved)
