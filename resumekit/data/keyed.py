@@ -1,11 +1,9 @@
 """Keyed randomness: each sample and each collation draws from a key of its own.
 
-What a sample draws depends on the run's seed, the loader, the epoch and the sample's index; not on
-the worker that makes it, on what was prefetched, or on where the run was interrupted. So workers
-have no state to restore, and a resumed run may have another number of them.
-
-A sample's key is made from the run's seed, the loader's name, the epoch and the sample's index. In
-which process it is made, after which other samples and on which rank makes no difference.
+A key is made from the run's seed, the loader's name, the epoch and the sample's index. What a
+sample draws does not depend on the worker or the rank that makes it, on what was prefetched, or on
+where the run was interrupted. So workers have no state to restore, and a resumed run may have
+another number of them.
 """
 
 from __future__ import annotations

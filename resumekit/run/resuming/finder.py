@@ -3,9 +3,9 @@
 Each rank reads and verifies the bytes that it needs; the ranks vote; a bad checkpoint is logged and
 the next one is tried. Nothing live changes before every check has passed on every rank.
 
-Parameters may have other names than in the run that wrote them.
-Each component that holds a module compares the names. Optimizers, gradients, buffers and attributes
-follow the module that they belong to.
+Parameters may have other names than in the run that wrote them. Each component that holds a module
+compares the names. Optimizers, gradients, buffers and attributes follow the module that they belong
+to.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """What a rank writes: its parts of the SHARDED components, and links to files that did not change.
 
-Files of frozen tensors are linked, not written again.
-A save links to the checkpoint before the last, never to the last. So two consecutive checkpoints
-have separate copies, and damage of one copy leaves every other checkpoint intact. An earlier launch
-is never linked to: nobody has read its files since. After a save that has failed, two are written
-again: where only its last sync failed, its checkpoint stays, and may share a file. With
-``keep_latest=1`` no second copy would stay, and nothing is linked.
+Files of frozen tensors are linked, not written again. A save links to the checkpoint before the
+last, never to the last. So two consecutive checkpoints have separate copies, and damage of one copy
+leaves every other checkpoint intact. An earlier launch is never linked to: nobody has read its
+files since. After a save that has failed, two are written again: where only its last sync failed,
+its checkpoint stays, and may share a file. With ``keep_latest=1`` no second copy would stay, and
+nothing is linked.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Host memory for a copy of what a rank writes: allocated once and reused by all its saves.
 
 Where GPUs are in use it is pinned: registered with the driver as long as it is mapped. How much may
-be taken depends on the control groups of the process and on the machine.
-The page cache counts as available: the kernel drops it when memory is needed.
+be taken depends on the control groups of the process and on the machine. The page cache counts as
+available: the kernel drops it when memory is needed.
 
 Source: Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst of Linux.
 """
