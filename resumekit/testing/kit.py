@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -97,6 +98,7 @@ class Kit:
         preload: modules that the server imports before it forks; add the frameworks here.
         environment: variables set for every process, beside the inherited ones.
         cold: start every process as a fresh interpreter: slow, and free of anything inherited.
+            Only such a kit may launch from several threads at the same time.
         timeout_seconds: the longest that one launch may take.
         peers_seconds: how long the other ranks of a job go on after one of them died.
     """
@@ -118,7 +120,8 @@ class Kit:
         self._first_launches: dict[tuple[str, KillPoint], Run] = {}
         self._num_runs = 0
         self._is_cold = cold
-        self._server = ForkServer(() if cold else preload, {**os.environ, **environment})
+        self._environment = {**os.environ, **environment}
+        self._server = ForkServer(() if cold else preload, self._environment)
 
     def __enter__(self) -> Kit:
         return self
@@ -304,13 +307,19 @@ class Kit:
                 Task(cell.target, where, cell.options, environment, str(log), self._is_cold)
             )
         asked = None if kill is None or kill.exit_status < 0 else kill.exit_status
-        # One that fails or dies takes all others with it, as a launcher would.
-        statuses = self._server.run(
-            tasks,
-            self._timeout_seconds,
-            expected=(0, asked),
-            peers_seconds=self._peers_seconds,
-        )
+        with ExitStack() as ended:
+            server = self._server
+            if self._is_cold:
+                # Has imported nothing, so each launch has its own: several threads may launch.
+                server = ForkServer((), self._environment)
+                ended.callback(server.close)
+            # One that fails or dies takes all others with it, as a launcher would.
+            statuses = server.run(
+                tasks,
+                self._timeout_seconds,
+                expected=(0, asked),
+                peers_seconds=self._peers_seconds,
+            )
         if len(statuses) < len(logs) and not any(statuses.values()):
             tails = "\n".join(map(tail_of, logs))
             raise CommandTimeoutError(

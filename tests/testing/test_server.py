@@ -6,6 +6,7 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,11 @@ def test_it_ends_while_another_process_has_its_pipe_too() -> None:
         seconds = time.monotonic() - began
         other.kill()
     assert seconds < 60
+
+
+def test_cold_launches_of_two_threads_do_not_take_each_others_ends(tmp_path: Path) -> None:
+    with Kit(tmp_path, cold=True) as kit, ThreadPoolExecutor(2) as pool:
+        cells = [Cell(END, {"how": how}) for how in ("returns", "raises")]
+        runs = [kit.new_run(cell) for cell in cells * 2]
+        failures = [run.failure for run in pool.map(kit.run_again, runs)]
+    assert [bool(failure) for failure in failures] == [False, True] * 2
