@@ -45,10 +45,8 @@ from resumekit.serialization.sharding import (
 )
 from resumekit.serialization.tensors import StatePath, UniqueNames
 from resumekit.serialization.writing import (
-    ExtraFiles,
     FrozenFiles,
     Payload,
-    ShardedPayload,
     index_name,
 )
 
@@ -60,7 +58,6 @@ __all__ = [
     "Copy",
     "Deferral",
     "ElementType",
-    "ExtraFiles",
     "FlatPart",
     "FrozenFiles",
     "HolderPositions",
@@ -70,7 +67,6 @@ __all__ = [
     "Payload",
     "Proposal",
     "SavePlan",
-    "ShardedPayload",
     "StatePath",
     "StoredSource",
     "StoredState",

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from resumekit.errors import CorruptCheckpointError
 from resumekit.serialization.deferral import LoadMemory
-from resumekit.serialization.index import Index, ShardedIndex, header, stem_of
+from resumekit.serialization.index import Index, header, stem_of
 from resumekit.serialization.layouts import Fetch, Logical, part_name
 from resumekit.serialization.leaves import dense_strides, flat_bytes
 from resumekit.serialization.sharding import Box
 from resumekit.storage import BLOCK_BYTES, MAX_JSON_BYTES, FileReader, Piece, StepReader
 
-_AnyIndex = TypeVar("_AnyIndex", Index, ShardedIndex)
 
-
-def read_index(kind: type[_AnyIndex], step: StepReader, path: str) -> _AnyIndex:
+def read_index(step: StepReader, path: str, *, is_common: bool = False) -> Index:
     """An index of a checkpoint, verified.
 
     Raises:
@@ -30,7 +27,8 @@ def read_index(kind: type[_AnyIndex], step: StepReader, path: str) -> _AnyIndex:
         UnreadableCheckpointError: an I/O error.
     """
     with step.file(path) as file:
-        return kind.from_bytes(file.read(max_bytes=MAX_JSON_BYTES), where=f"{step.name}/{path}")
+        data = file.read(max_bytes=MAX_JSON_BYTES)
+        return Index.from_bytes(data, where=f"{step.name}/{path}", is_common=is_common)
 
 
 class DataFiles(dict[int, "WriterFiles"]):
@@ -46,22 +44,28 @@ class DataFiles(dict[int, "WriterFiles"]):
         frozen = stem_of(self._directory, writer, is_frozen=True)
         if f"{frozen}.json" in self._paths:
             stems.append(frozen)
-        return self.setdefault(writer, WriterFiles([DataFile(self._step, s) for s in stems]))
+        files = [DataFile(self._step, stem) for stem in stems]
+        return self.setdefault(writer, WriterFiles(writer, files))
 
 
 class WriterFiles:
-    """One writer's data files, the second one with its frozen tensors.
+    """One writer's data files, the second one with its frozen tensors."""
 
-    Attributes:
-        index: of all of them together; it has no block digests.
-    """
-
-    def __init__(self, files: Sequence[DataFile]) -> None:
+    def __init__(self, writer: int, files: Sequence[DataFile]) -> None:
+        self._writer = writer
         self._files = files
-        records = [record for file in files for record in file.index.records]
-        ties = {name: other for file in files for name, other in file.index.ties.items()}
-        self.index = Index(files[0].index.states, tuple(records), ties)
         self._owners = {record.name: file for file in files for record in file.index.records}
+
+    @cached_property
+    def index(self) -> Index:
+        """Of all of them together, with whole tensors; it has no block digests."""
+        records = [record for file in self._files for record in file.index.records]
+        ties = {name: other for file in self._files for name, other in file.index.ties.items()}
+        tensors = {
+            each.name: Logical.of_one_writer(each.element, each.shape, self._writer)
+            for each in records
+        }
+        return Index(self._files[0].index.states, tuple(records), ties, tensors=tensors)
 
     def divide(self, fetches: Sequence[Fetch]) -> list[tuple[DataFile, list[Fetch]]]:
         """Each file with the fetches from it; a part that is in none is the first one's."""
@@ -81,7 +85,7 @@ class DataFile:
     """One data file, by the index beside it."""
 
     def __init__(self, step: StepReader, stem: str) -> None:
-        self.index = read_index(Index, step, f"{stem}.json")
+        self.index = read_index(step, f"{stem}.json")
         self._open = partial(step.file, f"{stem}.safetensors")
         self._where = f"{step.name}/{stem}.safetensors"
         self._records = {record.name: record for record in self.index.records}

@@ -12,8 +12,8 @@ import torch
 
 from resumekit.errors import UnsupportedValueError
 from resumekit.serialization import (
+    Payload,
     Proposal,
-    ShardedPayload,
     StoredSource,
     encode_local,
     read_sharded,
@@ -69,7 +69,7 @@ def written(checkpoints: Any, ranks: Any, parts: list[dict[str, Any]]) -> Any:
     proposals = [Proposal.of(each, rank) for rank, each in enumerate(local)]
     assignments = ranks.assigned(local, proposals)
     payloads = [
-        ShardedPayload("state", rank, each, assignments[rank]) for rank, each in enumerate(local)
+        Payload.of_shards("state", rank, each, assignments[rank]) for rank, each in enumerate(local)
     ]
     return checkpoints.commit(
         lambda staging: [entry for each in payloads for entry in each.write(staging)]

@@ -16,8 +16,8 @@ import torch
 
 from resumekit.serialization import (
     Assignment,
+    Payload,
     Proposal,
-    ShardedPayload,
     assign,
     encode_local,
     layouts,
@@ -57,7 +57,7 @@ def planned(
 
 
 def index_of(local: LocalState, assignment: Assignment) -> dict[str, Any]:
-    payload = ShardedPayload("model", 0, local, assignment)
+    payload = Payload.of_shards("model", 0, local, assignment)
     index: dict[str, Any] = json.loads(payload._small_files["model/index.json"])
     return index
 
@@ -217,12 +217,12 @@ def test_every_part_is_written_by_one_rank_that_holds_it(ranks: Any) -> None:
 def test_reads_of_tensors_that_are_sharded_alike_are_planned_once(
     ranks: Any, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from resumekit.serialization.index import ShardedIndex
+    from resumekit.serialization.index import Index
 
     local, _, assignments = planned(ranks, (8,), 30)
-    data = ShardedPayload("model", 0, local[0], assignments[0])._small_files["model/index.json"]
+    data = Payload.of_shards("model", 0, local[0], assignments[0])._small_files["model/index.json"]
     assert data is not None
-    tensors = ShardedIndex.from_bytes(data, where="index").tensors
+    tensors = Index.from_bytes(data, where="index", is_common=True).tensors
     asked: list[Box] = []
     original = layouts.find_overlaps
 
