@@ -11,16 +11,18 @@ from resumekit.serialization.digests import (
     leaves_of,
     state_digest,
 )
-from resumekit.serialization.encoding import LocalState, encode, encode_local
+from resumekit.serialization.encoding import encode
 from resumekit.serialization.index import arrange, header, stem_of
 from resumekit.serialization.leaves import ElementType, Leaf, buffers_of, element_type
 from resumekit.serialization.planning import (
     Assignment,
     Choice,
     HolderPositions,
+    LocalState,
     Proposal,
     SavePlan,
     assign,
+    encode_local,
 )
 from resumekit.serialization.reading import (
     StoredSource,

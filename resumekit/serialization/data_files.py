@@ -12,9 +12,8 @@ from torch import Tensor
 from resumekit.errors import CorruptCheckpointError
 from resumekit.serialization.deferral import LoadMemory
 from resumekit.serialization.index import Index, header, stem_of
-from resumekit.serialization.layouts import Fetch, Logical, part_name
 from resumekit.serialization.leaves import dense_strides, flat_bytes
-from resumekit.serialization.sharding import Box
+from resumekit.serialization.sharding import Box, Chunk, Layout, Logical, part_name
 from resumekit.storage import BLOCK_BYTES, MAX_JSON_BYTES, FileReader, Piece, StepReader
 
 
@@ -186,6 +185,57 @@ class DataFile:
 
 def _stored_name(fetch: Fetch) -> str:
     return part_name(fetch.name, fetch.chunk.number)
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """A box to be copied out of one stored part.
+
+    Args:
+        name: of the tensor.
+        chunk: the stored part.
+        stored: where the box lies in that part.
+        wanted: where it lies in the part wanted.
+    """
+
+    name: str
+    chunk: Chunk
+    stored: Box
+    wanted: Box
+
+
+def plan_fetches(tensors: Mapping[str, Logical], wanted: Mapping[str, Box]) -> list[Fetch]:
+    """What is to be read so that the wanted parts are there.
+
+    Args:
+        tensors: where the parts of each tensor are.
+        wanted: the part wanted of each, by name.
+    """
+    # Most tensors are sharded like another, and in the index those share one list of chunks.
+    overlaps: dict[tuple[int, Box], list[_Overlap]] = {}
+    fetches = []
+    for name, box in wanted.items():
+        chunks = tensors[name].chunks
+        if (id(chunks), box) not in overlaps:
+            overlaps[id(chunks), box] = list(find_overlaps(chunks, box))
+        fetches += [Fetch(name, *overlap) for overlap in overlaps[id(chunks), box]]
+    return fetches
+
+
+_Overlap = tuple[Chunk, Box, Box]
+
+
+def find_overlaps(chunks: Layout, wanted: Box) -> Iterator[_Overlap]:
+    """The chunks that hold a part of a box, where that part lies in them, and where in the box."""
+    if len(chunks) == 1:  # the usual case, without the search
+        (chunk,) = chunks
+        if chunk.box == wanted and wanted.num_elements:
+            yield chunk, wanted.relative_to(wanted), wanted.relative_to(wanted)
+            return
+    for chunk in chunks.near(wanted):
+        common = chunk.box.intersection(wanted)
+        if common.num_elements:
+            yield chunk, common.relative_to(chunk.box), common.relative_to(wanted)
 
 
 _MAX_RANGE_BYTES = 16 << 20

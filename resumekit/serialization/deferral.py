@@ -17,8 +17,8 @@ from torch import Tensor
 
 from resumekit.errors import CheckpointError, IncompleteLoadError
 from resumekit.serialization.decoding import Decoder
-from resumekit.serialization.layouts import Logical
 from resumekit.serialization.leaves import PLAIN_TYPES, dense_strides, retyped
+from resumekit.serialization.sharding import Logical
 from resumekit.storage import HostBuffer
 
 # Takes a state with its tensors on the meta device; gives each with the live tensor that it is

@@ -24,17 +24,9 @@ from typing import Any, NamedTuple
 
 from resumekit.errors import CorruptCheckpointError, FormatVersionError, UnsupportedValueError
 from resumekit.serialization.decoding import known_element
-from resumekit.serialization.layouts import Layout, Logical
-from resumekit.serialization.leaves import (
-    MAX_SIZE,
-    ElementType,
-    Leaf,
-    checked_shape,
-    checked_sizes,
-    dense_strides,
-    typed,
-)
-from resumekit.serialization.sharding import Box
+from resumekit.serialization.encoding import MAX_SIZE, checked_shape, checked_sizes, typed
+from resumekit.serialization.leaves import ElementType, Leaf, dense_strides
+from resumekit.serialization.sharding import Box, Layout, Logical
 from resumekit.storage import parse_json
 
 _HEADER_ALIGNMENT = 4096

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from resumekit.errors import CorruptCheckpointError
-from resumekit.serialization.data_files import DataFile, DataFiles, read_index
+from resumekit.serialization.data_files import DataFile, DataFiles, Fetch, plan_fetches, read_index
 from resumekit.serialization.decoding import Decoder, references
 from resumekit.serialization.deferral import (
     Deferral,
@@ -29,9 +29,7 @@ from resumekit.serialization.deferral import (
     plain_meta,
 )
 from resumekit.serialization.digests import leaves_of
-from resumekit.serialization.encoding import sharding_of
 from resumekit.serialization.index import Index, stem_of
-from resumekit.serialization.layouts import Fetch, Logical, part_name, plan_fetches
 from resumekit.serialization.leaves import (
     PLAIN_TYPES,
     ElementType,
@@ -39,7 +37,15 @@ from resumekit.serialization.leaves import (
     flat_bytes,
     retyped,
 )
-from resumekit.serialization.sharding import Box, box_of, local_part, sharded_like
+from resumekit.serialization.sharding import (
+    Box,
+    Logical,
+    box_of,
+    local_part,
+    part_name,
+    sharded_like,
+    sharding_of,
+)
 from resumekit.storage import StepReader, use_huge_pages
 
 # A tensor of the state on the meta device, and the live DTensor that defines the wanted shard.

@@ -9,13 +9,11 @@ from typing import Any, NamedTuple
 import torch
 
 from resumekit.errors import CorruptCheckpointError, UnsupportedValueError
-from resumekit.serialization.copying import Image, pieces_of
-from resumekit.serialization.encoding import Encoder, LocalState
+from resumekit.serialization.encoding import Encoder
 from resumekit.serialization.index import Index, arrange, header, stem_of
-from resumekit.serialization.layouts import Logical
-from resumekit.serialization.leaves import Leaf
-from resumekit.serialization.planning import Assignment
-from resumekit.serialization.sharding import is_sharded
+from resumekit.serialization.leaves import Image, Leaf, pieces_of
+from resumekit.serialization.planning import Assignment, LocalState
+from resumekit.serialization.sharding import Logical, is_sharded
 from resumekit.storage import (
     BLOCK_BYTES,
     MAX_JSON_BYTES,

@@ -18,9 +18,9 @@ from resumekit.serialization import (
     encode_local,
     read_sharded,
 )
-from resumekit.serialization.layouts import Layout
 from resumekit.serialization.sharding import (
     FlatPart,
+    Layout,
     boxes_of,
     fill,
     part_like,

@@ -19,13 +19,12 @@ from resumekit.serialization import (
     Payload,
     Proposal,
     assign,
+    data_files,
     encode_local,
-    layouts,
 )
 from resumekit.serialization import planning as plan_module
-from resumekit.serialization.encoding import LocalState
-from resumekit.serialization.layouts import Layout
-from resumekit.serialization.sharding import Box, FlatPart, box_of, local_part
+from resumekit.serialization.planning import LocalState
+from resumekit.serialization.sharding import Box, FlatPart, Layout, box_of, local_part
 
 SHAPES = ((96, 4), (33, 2), (7,))
 
@@ -224,17 +223,17 @@ def test_reads_of_tensors_that_are_sharded_alike_are_planned_once(
     assert data is not None
     tensors = Index.from_bytes(data, where="index", is_common=True).tensors
     asked: list[Box] = []
-    original = layouts.find_overlaps
+    original = data_files.find_overlaps
 
     def counted(chunks: Any, box: Box) -> Any:
         asked.append(box)
         return original(chunks, box)
 
-    monkeypatch.setattr(layouts, "find_overlaps", counted)
+    monkeypatch.setattr(data_files, "find_overlaps", counted)
     with ranks.rank(1, 3):
         live = states(ranks, (3,), (0,), 30)
         wanted = {name: box_of(tensor, name) or Box((), ()) for name, tensor in live.items()}
-    fetches = layouts.plan_fetches(tensors, wanted)
+    fetches = data_files.plan_fetches(tensors, wanted)
     assert len(asked) == len(SHAPES) + 1  # and the counts of steps
     elements = Counter(dict.fromkeys(wanted, 0))
     for fetch in fetches:

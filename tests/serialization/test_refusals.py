@@ -16,7 +16,7 @@ import torch
 
 from resumekit.errors import UnsupportedValueError
 from resumekit.serialization import Payload, encode
-from resumekit.serialization.leaves import MAX_DEPTH
+from resumekit.serialization.encoding import MAX_DEPTH
 
 Point = namedtuple("Point", ["x", "y"])
 Renamed = namedtuple("Renamed", ["a", "def"], rename=True)

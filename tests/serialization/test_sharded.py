@@ -26,8 +26,7 @@ from resumekit.serialization import (
     read_sharded,
 )
 from resumekit.serialization.index import Index
-from resumekit.serialization.layouts import Layout
-from resumekit.serialization.sharding import box_of, is_sharded, local_part
+from resumekit.serialization.sharding import Layout, box_of, is_sharded, local_part
 from resumekit.storage import StepReader
 
 State = dict[str, Any]
