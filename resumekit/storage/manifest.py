@@ -22,6 +22,7 @@ from resumekit.errors import (
 from resumekit.state import Fidelity, SharingPattern
 from resumekit.storage.directories import (
     MANIFEST,
+    MAX_JSON_BYTES,
     QUARANTINE,
     StepName,
     find_difference,
@@ -29,12 +30,14 @@ from resumekit.storage.directories import (
     path_problem,
     paths_problem,
     read_small,
+    seal,
+    to_plain,
+    unseal,
     write_small,
 )
 from resumekit.storage.file_reader import FileReader
 from resumekit.storage.files import ALGORITHM, FileEntry
 from resumekit.storage.io.file_system import FileSystem, read_errors
-from resumekit.storage.json_files import MAX_JSON_BYTES, seal, to_plain, unseal
 
 FORMAT = "resumekit checkpoint"
 FORMAT_VERSION = 1
