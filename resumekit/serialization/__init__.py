@@ -12,7 +12,7 @@ from resumekit.serialization.digests import (
     state_digest,
 )
 from resumekit.serialization.encoding import encode
-from resumekit.serialization.index import arrange, header, stem_of
+from resumekit.serialization.index import arrange, header, index_name, stem_of
 from resumekit.serialization.leaves import ElementType, Leaf, buffers_of, element_type
 from resumekit.serialization.planning import (
     Assignment,
@@ -46,11 +46,7 @@ from resumekit.serialization.sharding import (
     sharded_over,
 )
 from resumekit.serialization.tensors import StatePath, UniqueNames
-from resumekit.serialization.writing import (
-    FrozenFiles,
-    Payload,
-    index_name,
-)
+from resumekit.serialization.writing import FrozenFiles, Payload
 
 __all__ = [
     "WHOLE",

@@ -258,6 +258,16 @@ def stem_of(directory: str, rank: int, *, is_frozen: bool = False) -> str:
     return f"{directory}/rank-{rank:05d}" + (".frozen" if is_frozen else "")
 
 
+def index_name(first_rank: int, is_in_stages: bool) -> str:
+    """The file name of the common index of one group.
+
+    Args:
+        first_rank: of the group; it writes the index.
+        is_in_stages: whether other groups hold other entries of the state.
+    """
+    return f"index-{first_rank:05d}.json" if is_in_stages else "index.json"
+
+
 def _parse(data: bytes, where: str, form: _Form) -> dict[str, Any]:
     """The fields of an index of this form and a known version."""
     fields = parse_json(data, where=where)

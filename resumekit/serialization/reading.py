@@ -26,16 +26,16 @@ from resumekit.serialization.deferral import (
     LoadMemory,
     PendingState,
     live_targets,
-    plain_meta,
 )
 from resumekit.serialization.digests import leaves_of
-from resumekit.serialization.index import Index, stem_of
+from resumekit.serialization.index import Index, index_name, stem_of
 from resumekit.serialization.leaves import (
     PLAIN_TYPES,
     ElementType,
     dense_strides,
     flat_bytes,
     retyped,
+    stored_values,
 )
 from resumekit.serialization.sharding import (
     Box,
@@ -46,7 +46,8 @@ from resumekit.serialization.sharding import (
     sharded_like,
     sharding_of,
 )
-from resumekit.storage import StepReader, use_huge_pages
+from resumekit.state import SharingPattern
+from resumekit.storage import ComponentRecord, StepReader, use_huge_pages
 
 # A tensor of the state on the meta device, and the live DTensor that defines the wanted shard.
 Pairs = Iterable[tuple[Tensor, Any]]
@@ -74,6 +75,18 @@ class StoredSource:
     key: str
     indices: tuple[str, ...]
     writer: int = 0
+
+    @classmethod
+    def of_record(
+        cls, step: StepReader, record: ComponentRecord, writer: int | None = None
+    ) -> StoredSource:
+        """The files of a component; where ranks wrote whole states, by default the first one's."""
+        indices: tuple[str, ...] = ()
+        if record.pattern == SharingPattern.SHARDED.value:
+            firsts = [group[0] for group in record.groups] or [0]
+            indices = tuple(index_name(first, len(firsts) > 1) for first in firsts)
+        writer = record.writers[0] if writer is None else writer
+        return cls(step, record.directory, record.key, indices, writer)
 
     def views(self) -> list[_View]:
         """What each group wrote; verified."""
@@ -128,7 +141,9 @@ def read_payload(
         if keys is not None:
             names &= {name for name, _ in references([index.states[key] for key in wanted])}
         deferred = _deferred(index, wanted, deferral, where)
-        memory = dict(plain_meta(index.tensors, deferred)) if deferral.memory is None else {}
+        memory: dict[str, Tensor] = {}
+        if deferral.memory is None:  # they are verified only
+            memory = {name: stored_values(tensor) for name, tensor in deferred.items()}
         tensors = reader.read(
             dict.fromkeys(names),
             memory=memory,
@@ -505,10 +520,7 @@ def read_boxes(wanted: Sequence[tuple[StoredTensor, Box]]) -> list[Tensor]:
     Raises:
         CheckpointError: damage, or an I/O error.
     """
-    memories = [
-        torch.empty(box.sizes, dtype=PLAIN_TYPES[tensor.element.num_bytes], device="cpu")
-        for tensor, box in wanted
-    ]
+    memories = [_memory(tensor.logical, box) for tensor, box in wanted]
     by_reader: dict[int, list[int]] = {}
     for number, (tensor, _) in enumerate(wanted):
         by_reader.setdefault(id(tensor.reader), []).append(number)

@@ -17,7 +17,6 @@ from resumekit.serialization.sharding import Logical, is_sharded
 from resumekit.storage import (
     BLOCK_BYTES,
     MAX_JSON_BYTES,
-    BlockDigester,
     FileEntry,
     Staging,
     StepName,
@@ -290,14 +289,12 @@ class FrozenFiles(Payload):
             return
         self._source = _Source(source, entry)
         self.num_bytes -= self._data_bytes
+        blocks = cut(self._pieces(), 0, BLOCK_BYTES)
         if all(leaf.is_in_host_memory for leaf in self._leaves.values()):
-            blocks = list(cut(self._pieces(), 0, BLOCK_BYTES))
-            self._digests = ThreadedCalls(digest_of_block, blocks, num_threads=num_threads)
+            calls = list(blocks)
+            self._digests = ThreadedCalls(digest_of_block, calls, num_threads=num_threads)
         else:  # copies of all of them at once could take up more memory than there is
-            digester = BlockDigester()
-            for piece in self._pieces():
-                digester.update(piece)
-            self._block_digests = digester.blocks
+            self._block_digests = [digest_of_block(parts) for parts in blocks]
 
     def finish_comparing(self) -> None:
         """Completes what ``compare`` has begun; then the tensors may change."""
@@ -342,13 +339,3 @@ class FrozenFiles(Payload):
     def _write_anyway(self) -> None:
         self._source = None
         self.num_bytes += self._data_bytes
-
-
-def index_name(first_rank: int, is_in_stages: bool) -> str:
-    """The file name of the common index of one group.
-
-    Args:
-        first_rank: of the group; it writes the index.
-        is_in_stages: whether other groups hold other entries of the state.
-    """
-    return f"index-{first_rank:05d}.json" if is_in_stages else "index.json"

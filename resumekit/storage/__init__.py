@@ -15,7 +15,6 @@ from resumekit.storage.directories import (
 from resumekit.storage.file_reader import FileReader
 from resumekit.storage.files import (
     BLOCK_BYTES,
-    BlockDigester,
     FileEntry,
     FileWriter,
     Piece,
@@ -54,7 +53,6 @@ __all__ = [
     "MANIFEST",
     "MAX_JSON_BYTES",
     "TRAININGS",
-    "BlockDigester",
     "Checkpoint",
     "ComponentRecord",
     "DirectoryLock",

@@ -19,7 +19,7 @@ from resumekit.errors import (
     FormatVersionError,
     UnsupportedValueError,
 )
-from resumekit.state import Fidelity, SharingPattern
+from resumekit.state import Fidelity, SharingPattern, Slot
 from resumekit.storage.directories import (
     MANIFEST,
     MAX_JSON_BYTES,
@@ -113,6 +113,15 @@ class Manifest:
     def name(self) -> StepName:
         """The name of the step directory that this manifest belongs to."""
         return StepName(self.step, self.revision)
+
+    @property
+    def models(self) -> tuple[ComponentRecord, ...]:
+        """The models; the attributes of their modules are components of their own."""
+        return tuple(
+            record
+            for record in self.components
+            if record.key.partition("/")[0] == Slot.MODEL.value and record.directory == record.key
+        )
 
     def to_bytes(self) -> bytes:
         """The manifest file; refuses what could not be read back.
