@@ -20,8 +20,8 @@ from resumekit.serialization import (
     Payload,
     Proposal,
     StoredSource,
-    copying,
     encode_local,
+    leaves,
     read_payload,
     read_sharded,
 )
@@ -179,7 +179,7 @@ def test_without_the_copy_every_change_is_in_the_checkpoint(checkpoints: Any, sa
 def test_a_copy_is_written_as_the_same_bytes(
     num_threads: int, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copying, "_BYTES_PER_THREAD", 1 << 20)
+    monkeypatch.setattr(leaves, "_BYTES_PER_THREAD", 1 << 20)
     contents = []
     for is_copied in (False, True):
         payload = Payload.of_states("state", 0, state())
