@@ -51,9 +51,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from resumekit.serialization import (
     Assignment,
     LocalState,
+    Payload,
     Proposal,
     SavePlan,
-    ShardedPayload,
     StoredSource,
     assign,
     data_files,
@@ -64,7 +64,6 @@ from resumekit.serialization import (
     reading,
 )
 from resumekit.serialization.leaves import ELEMENT_TYPES, Leaf
-from resumekit.serialization.writing import _Files
 from resumekit.storage import FileEntry, Manifest, Staging, Store
 
 RANKS = (16, 64, 256, 1024, 2048, 4096)
@@ -321,10 +320,10 @@ def _sent(model: Model, num_ranks: int) -> list[bytes]:
 
 def _payloads(
     local: Mapping[str, LocalState], plans: Mapping[str, SavePlan], clock: Clock
-) -> list[ShardedPayload]:
+) -> list[Payload]:
     with clock.timed("index"):
         return [
-            ShardedPayload(
+            Payload.of_shards(
                 key, 0, each, Assignment.of(each, plan.choice, plan.positions[0], plan.tensors)
             )
             for key, each in local.items()
@@ -398,10 +397,10 @@ def _of_the_others(
     return entries
 
 
-def _whole_files(key: str, rank: int, boxes: Mapping[str, tuple[int, ...]]) -> _Files:
+def _whole_files(key: str, rank: int, boxes: Mapping[str, tuple[int, ...]]) -> Payload:
     element = ELEMENT_TYPES["float32"]
     leaves = {name: Leaf(torch.zeros(sizes), element, sizes) for name, sizes in boxes.items()}
-    return _Files(key, rank, leaves)
+    return Payload(key, rank, leaves)
 
 
 def _resume(store: Store, name: Any, live: Mapping[str, Any]) -> dict[str, float]:

@@ -110,11 +110,7 @@ def _cast(name: str, value: Tensor, wanted: torch.dtype | None) -> Tensor:
 
 
 def _record(step: StepReader, key: str | None) -> ComponentRecord:
-    records = {
-        record.key: record
-        for record in step.manifest.components
-        if record.key.split("/")[0] == Slot.MODEL.value and record.directory == record.key
-    }
+    records = {record.key: record for record in step.manifest.models}
     wanted = Slot.MODEL.value if key is None else key
     names = ", ".join(sorted(records)) or "no model"
     if wanted not in records:

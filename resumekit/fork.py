@@ -10,7 +10,6 @@ from pathlib import Path
 import xxhash
 
 from resumekit.errors import ConfigurationError
-from resumekit.state import Slot
 from resumekit.storage import (
     ComponentRecord,
     DirectoryLock,
@@ -165,12 +164,7 @@ def _check_unused(file_system: FileSystem, directory: Path) -> None:
 
 
 def _model_records(source: StepReader) -> tuple[ComponentRecord, ...]:
-    """The models; the attributes of their modules are components of their own."""
-    records = tuple(
-        record
-        for record in source.manifest.components
-        if record.key.partition("/")[0] == Slot.MODEL.value and record.directory == record.key
-    )
+    records = source.manifest.models
     if not records:
         keys = ", ".join(record.key for record in source.manifest.components)
         raise ConfigurationError(str(source.path), found=f"no model (it has {keys})")

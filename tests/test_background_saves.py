@@ -86,7 +86,7 @@ class TwoRanks:
 
 
 def payload(rank: int) -> Payload:
-    return Payload("state", rank, {"rng": {"state": torch.full((3,), rank)}})
+    return Payload.of_states("state", rank, {"rng": {"state": torch.full((3,), rank)}})
 
 
 @pytest.fixture

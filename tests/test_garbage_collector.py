@@ -93,7 +93,7 @@ def test_the_collector_runs_again_after_a_save_that_failed(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "encode",
     [
-        lambda state: Payload("model", 0, {"model": state}),
+        lambda state: Payload.of_states("model", 0, {"model": state}),
         lambda state: encode_local("model", state),
     ],
     ids=["whole", "sharded"],

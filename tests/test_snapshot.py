@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from resumekit.run.saving.snapshot import Snapshot, available_memory
-from resumekit.serialization import ExtraFiles, Payload
+from resumekit.serialization import Payload
 
 GIB = 1 << 30
 
 
 def payloads(num_elements: int) -> list[Any]:
     return [
-        Payload("model", 0, {"model": {"w": torch.arange(num_elements)}}),
-        Payload("optimizer", 0, {"optimizer": {"m": torch.ones(num_elements)}}),
-        Payload("state", 0, {"progress": {"step": 3}}),
-        ExtraFiles("model", 0, {"config.json": b"{}"}),
+        Payload.of_states("model", 0, {"model": {"w": torch.arange(num_elements)}}),
+        Payload.of_states("optimizer", 0, {"optimizer": {"m": torch.ones(num_elements)}}),
+        Payload.of_states("state", 0, {"progress": {"step": 3}}),
+        Payload("model", 0, small_files={"config.json": b"{}"}),
     ]
 
 

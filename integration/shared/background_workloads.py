@@ -19,7 +19,7 @@ from overwriting import overwrite_everything
 
 from resumekit.run.saving import drain, saver
 from resumekit.run.saving.saver import Saver
-from resumekit.serialization import Payload, leaf_digests, writing
+from resumekit.serialization import Payload, leaf_digests
 from resumekit.state import StateComponent
 from resumekit.storage import FileEntry, LocalFileSystem, Staging, store
 from resumekit.testing.task import load_function
@@ -71,21 +71,27 @@ def save_once(
     class WithStates(Payload):
         """Keeps the states that it was made of; without copies it takes them when it is written."""
 
-        def __init__(self, *arguments: Any, **named: Any) -> None:
-            super().__init__(*arguments, **named)
-            self.made_of, self.frozen_names = arguments, named["frozen"]
-            made.append(self)
+        made_of: Any = None
+        frozen_names: Any = ()
+
+        @classmethod
+        def of_states(cls, *arguments: Any, **named: Any) -> WithStates:
+            found = super().of_states(*arguments, **named)
+            assert isinstance(found, WithStates)
+            found.made_of, found.frozen_names = arguments, named["frozen"]
+            made.append(found)
+            return found
 
         def write(self, staging: Staging) -> list[FileEntry]:
-            if mode != "not copied":
+            if mode != "not copied" or self.made_of is None:
                 return super().write(staging)
             may_write.wait(60)
-            return Payload(*self.made_of, frozen=self.frozen_names).write(staging)
+            return Payload.of_states(*self.made_of, frozen=self.frozen_names).write(staging)
 
     made: list[WithStates] = []
     saver.Payload = WithStates  # type: ignore[misc]
     if mode == "not copied":
-        writing._Files.copy_into = lambda self, memory, **_: None  # type: ignore[method-assign]
+        Payload.copy_into = lambda self, memory, **_: None  # type: ignore[method-assign]
     save = Saver.save
 
     def save_and_end(self: Saver, progress: Any, *arguments: Any, **named: Any) -> bool:

@@ -13,7 +13,7 @@ from preloads import TORCH
 from sharded_workloads import drift, take_over, train
 
 from resumekit.prove import CHECKPOINT, compare, read_trace
-from resumekit.serialization.layouts import Layout
+from resumekit.serialization.sharding import Layout
 from resumekit.testing import Cell, KillPoint, Kit, Run
 
 PRELOAD = TORCH

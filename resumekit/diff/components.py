@@ -11,7 +11,7 @@ from resumekit.capture import merge_states, merged_optimizers
 from resumekit.diff.leaves import Leaves, are_equal, is_tensor, named_leaves, short_text
 from resumekit.diff.result import ComponentDifference, ValueDifference
 from resumekit.diff.tensors import TensorPair, compare_tensors
-from resumekit.serialization import StoredSource, StoredState, index_name, open_state
+from resumekit.serialization import StoredSource, StoredState, open_state
 from resumekit.state import CLOCK_SUFFIXES, SharingPattern, Slot
 from resumekit.storage import ComponentRecord, StepReader
 
@@ -54,12 +54,7 @@ class Side:
         return self.record.pattern in _OF_THE_JOB
 
     def _state(self, writer: int) -> StoredState:
-        record, indices = self.record, tuple[str, ...]()
-        writer = record.writers[0] if self._is_of_job else writer
-        if record.pattern == SharingPattern.SHARDED.value:
-            firsts = [group[0] for group in record.groups] or [0]
-            indices = tuple(index_name(first, len(firsts) > 1) for first in firsts)
-        source = StoredSource(self.step, record.directory, record.key, indices, writer)
+        source = StoredSource.of_record(self.step, self.record, None if self._is_of_job else writer)
         return open_state(source, self._merge)
 
     def _merge(self, states: list[Any]) -> Any:

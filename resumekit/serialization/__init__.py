@@ -11,16 +11,18 @@ from resumekit.serialization.digests import (
     leaves_of,
     state_digest,
 )
-from resumekit.serialization.encoding import LocalState, encode, encode_local
-from resumekit.serialization.index import arrange, header, stem_of
+from resumekit.serialization.encoding import encode
+from resumekit.serialization.index import arrange, header, index_name, stem_of
 from resumekit.serialization.leaves import ElementType, Leaf, buffers_of, element_type
 from resumekit.serialization.planning import (
     Assignment,
     Choice,
     HolderPositions,
+    LocalState,
     Proposal,
     SavePlan,
     assign,
+    encode_local,
 )
 from resumekit.serialization.reading import (
     StoredSource,
@@ -44,13 +46,7 @@ from resumekit.serialization.sharding import (
     sharded_over,
 )
 from resumekit.serialization.tensors import StatePath, UniqueNames
-from resumekit.serialization.writing import (
-    ExtraFiles,
-    FrozenFiles,
-    Payload,
-    ShardedPayload,
-    index_name,
-)
+from resumekit.serialization.writing import FrozenFiles, Payload
 
 __all__ = [
     "WHOLE",
@@ -60,7 +56,6 @@ __all__ = [
     "Copy",
     "Deferral",
     "ElementType",
-    "ExtraFiles",
     "FlatPart",
     "FrozenFiles",
     "HolderPositions",
@@ -70,7 +65,6 @@ __all__ = [
     "Payload",
     "Proposal",
     "SavePlan",
-    "ShardedPayload",
     "StatePath",
     "StoredSource",
     "StoredState",

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from resumekit.errors import CorruptCheckpointError
 from resumekit.serialization.deferral import LoadMemory
-from resumekit.serialization.index import Index, ShardedIndex, header, stem_of
-from resumekit.serialization.layouts import Fetch, Logical, part_name
+from resumekit.serialization.index import Index, header, stem_of
 from resumekit.serialization.leaves import dense_strides, flat_bytes
-from resumekit.serialization.sharding import Box
+from resumekit.serialization.sharding import Box, Chunk, Layout, Logical, part_name
 from resumekit.storage import BLOCK_BYTES, MAX_JSON_BYTES, FileReader, Piece, StepReader
 
-_AnyIndex = TypeVar("_AnyIndex", Index, ShardedIndex)
 
-
-def read_index(kind: type[_AnyIndex], step: StepReader, path: str) -> _AnyIndex:
+def read_index(step: StepReader, path: str, *, is_common: bool = False) -> Index:
     """An index of a checkpoint, verified.
 
     Raises:
@@ -30,7 +26,8 @@ def read_index(kind: type[_AnyIndex], step: StepReader, path: str) -> _AnyIndex:
         UnreadableCheckpointError: an I/O error.
     """
     with step.file(path) as file:
-        return kind.from_bytes(file.read(max_bytes=MAX_JSON_BYTES), where=f"{step.name}/{path}")
+        data = file.read(max_bytes=MAX_JSON_BYTES)
+        return Index.from_bytes(data, where=f"{step.name}/{path}", is_common=is_common)
 
 
 class DataFiles(dict[int, "WriterFiles"]):
@@ -46,22 +43,28 @@ class DataFiles(dict[int, "WriterFiles"]):
         frozen = stem_of(self._directory, writer, is_frozen=True)
         if f"{frozen}.json" in self._paths:
             stems.append(frozen)
-        return self.setdefault(writer, WriterFiles([DataFile(self._step, s) for s in stems]))
+        files = [DataFile(self._step, stem) for stem in stems]
+        return self.setdefault(writer, WriterFiles(writer, files))
 
 
 class WriterFiles:
-    """One writer's data files, the second one with its frozen tensors.
+    """One writer's data files, the second one with its frozen tensors."""
 
-    Attributes:
-        index: of all of them together; it has no block digests.
-    """
-
-    def __init__(self, files: Sequence[DataFile]) -> None:
+    def __init__(self, writer: int, files: Sequence[DataFile]) -> None:
+        self._writer = writer
         self._files = files
-        records = [record for file in files for record in file.index.records]
-        ties = {name: other for file in files for name, other in file.index.ties.items()}
-        self.index = Index(files[0].index.states, tuple(records), ties)
         self._owners = {record.name: file for file in files for record in file.index.records}
+
+    @cached_property
+    def index(self) -> Index:
+        """Of all of them together, with whole tensors; it has no block digests."""
+        records = [record for file in self._files for record in file.index.records]
+        ties = {name: other for file in self._files for name, other in file.index.ties.items()}
+        tensors = {
+            each.name: Logical.of_one_writer(each.element, each.shape, self._writer)
+            for each in records
+        }
+        return Index(self._files[0].index.states, tuple(records), ties, tensors=tensors)
 
     def divide(self, fetches: Sequence[Fetch]) -> list[tuple[DataFile, list[Fetch]]]:
         """Each file with the fetches from it; a part that is in none is the first one's."""
@@ -81,7 +84,7 @@ class DataFile:
     """One data file, by the index beside it."""
 
     def __init__(self, step: StepReader, stem: str) -> None:
-        self.index = read_index(Index, step, f"{stem}.json")
+        self.index = read_index(step, f"{stem}.json")
         self._open = partial(step.file, f"{stem}.safetensors")
         self._where = f"{step.name}/{stem}.safetensors"
         self._records = {record.name: record for record in self.index.records}
@@ -182,6 +185,57 @@ class DataFile:
 
 def _stored_name(fetch: Fetch) -> str:
     return part_name(fetch.name, fetch.chunk.number)
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """A box to be copied out of one stored part.
+
+    Args:
+        name: of the tensor.
+        chunk: the stored part.
+        stored: where the box lies in that part.
+        wanted: where it lies in the part wanted.
+    """
+
+    name: str
+    chunk: Chunk
+    stored: Box
+    wanted: Box
+
+
+def plan_fetches(tensors: Mapping[str, Logical], wanted: Mapping[str, Box]) -> list[Fetch]:
+    """What is to be read so that the wanted parts are there.
+
+    Args:
+        tensors: where the parts of each tensor are.
+        wanted: the part wanted of each, by name.
+    """
+    # Most tensors are sharded like another, and in the index those share one list of chunks.
+    overlaps: dict[tuple[int, Box], list[_Overlap]] = {}
+    fetches = []
+    for name, box in wanted.items():
+        chunks = tensors[name].chunks
+        if (id(chunks), box) not in overlaps:
+            overlaps[id(chunks), box] = list(find_overlaps(chunks, box))
+        fetches += [Fetch(name, *overlap) for overlap in overlaps[id(chunks), box]]
+    return fetches
+
+
+_Overlap = tuple[Chunk, Box, Box]
+
+
+def find_overlaps(chunks: Layout, wanted: Box) -> Iterator[_Overlap]:
+    """The chunks that hold a part of a box, where that part lies in them, and where in the box."""
+    if len(chunks) == 1:  # the usual case, without the search
+        (chunk,) = chunks
+        if chunk.box == wanted and wanted.num_elements:
+            yield chunk, wanted.relative_to(wanted), wanted.relative_to(wanted)
+            return
+    for chunk in chunks.near(wanted):
+        common = chunk.box.intersection(wanted)
+        if common.num_elements:
+            yield chunk, common.relative_to(chunk.box), common.relative_to(wanted)
 
 
 _MAX_RANGE_BYTES = 16 << 20

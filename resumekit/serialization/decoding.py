@@ -17,22 +17,24 @@ import numpy as np
 import torch
 
 from resumekit.errors import CorruptCheckpointError, FormatVersionError
-from resumekit.serialization.leaves import (
-    ELEMENT_TYPES,
+from resumekit.serialization.encoding import (
     FACTORIES,
     MAX_DEPTH,
     MAX_NAMEDTUPLE_TYPES,
-    TORCH_CONSTANTS,
-    ElementType,
     checked_shape,
     checked_sizes,
-    dense_strides,
     dtype_from_json,
-    flat_bytes,
     hash_flood,
     namedtuple_type,
-    retyped,
     typed,
+)
+from resumekit.serialization.leaves import (
+    ELEMENT_TYPES,
+    TORCH_CONSTANTS,
+    ElementType,
+    dense_strides,
+    flat_bytes,
+    retyped,
 )
 
 

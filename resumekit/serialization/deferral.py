@@ -8,7 +8,7 @@ only, and a second pass reads and verifies them again, straight into the live te
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from resumekit.errors import CheckpointError, IncompleteLoadError
 from resumekit.serialization.decoding import Decoder
-from resumekit.serialization.layouts import Logical
-from resumekit.serialization.leaves import PLAIN_TYPES, dense_strides, retyped
+from resumekit.serialization.leaves import PLAIN_TYPES, dense_strides, retyped, stored_values
+from resumekit.serialization.sharding import Logical
 from resumekit.storage import HostBuffer
 
 # Takes a state with its tensors on the meta device; gives each with the live tensor that it is
@@ -127,7 +127,7 @@ class PendingState:
             for name, tensor in missing.items()
         }
         try:
-            self.reread({name: as_plain(tensor) for name, tensor in made.items()})
+            self.reread({name: stored_values(tensor) for name, tensor in made.items()})
         except CheckpointError as error:
             raise IncompleteLoadError(
                 self.where,
@@ -171,19 +171,3 @@ def _can_take(saved: Tensor, live: Tensor, *, in_place: bool) -> bool:
         return False
     is_plain = live.is_contiguous() and not live.is_conj() and not live.is_neg()
     return live.data_ptr() != 0 and (not in_place or (live.is_cpu and is_plain))
-
-
-def as_plain(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as numbers of the same width, over the same memory."""
-    width, shape = tensor.element_size(), tuple(tensor.shape)
-    return retyped(tensor, PLAIN_TYPES[width], int(tensor.storage_offset()), shape, tensor.stride())
-
-
-def plain_meta(
-    logicals: Mapping[str, Logical], names: Iterable[str]
-) -> Iterator[tuple[str, Tensor]]:
-    """Tensors that are verified only, by name."""
-    for name in names:
-        logical = logicals[name]
-        dtype = PLAIN_TYPES[logical.element.num_bytes]
-        yield name, torch.empty(logical.shape, dtype=dtype, device="meta")

@@ -14,8 +14,8 @@ import torch
 import xxhash
 
 from resumekit.errors import UnsupportedValueError
-from resumekit.serialization.encoding import as_numbers, described_dtype, encode
-from resumekit.serialization.leaves import MAX_DEPTH, buffers_of
+from resumekit.serialization.encoding import MAX_DEPTH, as_numbers, described_dtype, encode
+from resumekit.serialization.leaves import buffers_of
 from resumekit.serialization.sharding import Box, box_of, copy_group, is_sharded, local_part
 from resumekit.serialization.tensors import StatePath, UniqueNames, check_tensor
 

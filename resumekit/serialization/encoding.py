@@ -28,38 +28,29 @@ A decoded value is equal and of the same type, with these exceptions: an enum be
 old one); tensors are on the CPU, without holes in memory. Tensors that share memory share it again;
 of lists and dicts only the values are kept. Other values are refused, with their path.
 
-The state of one rank is its tensors by name, sharded or plain, and all else as such a tree.
+What a load refuses, a save has refused already: both go by the limits here.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import struct
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import warnings
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from json import dumps
+from keyword import iskeyword
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from resumekit.errors import UnsupportedValueError
-from resumekit.serialization.layouts import part_name
-from resumekit.serialization.leaves import (
-    FACTORIES,
-    MAX_DEPTH,
-    MAX_NAMEDTUPLE_TYPES,
-    Leaf,
-    bytes_leaf,
-    dtype_to_json,
-    hash_flood,
-    namedtuple_type,
-)
-from resumekit.serialization.sharding import FlatPart, is_sharded, local_part, pieces_of
+from resumekit.serialization.leaves import Leaf, bytes_leaf
 from resumekit.serialization.tensors import (
     FoundTensor,
     StatePath,
@@ -67,6 +58,150 @@ from resumekit.serialization.tensors import (
     UniqueNames,
     store,
 )
+
+# Levels of JSON. The parser allows 64; two are the index's own, the last value takes some more.
+MAX_DEPTH = 40
+
+# A namedtuple type costs a tenth of a millisecond to make.
+MAX_NAMEDTUPLE_TYPES = 1000
+_MAX_NAMEDTUPLE_FIELDS = 1000
+
+_MAX_DIMENSIONS = 64
+MAX_SIZE = 1 << 48
+_MAX_ELEMENTS = 1 << 60
+
+# Keys with one and the same hash make a dict quadratic; ordinary keys have two (-1 and -2) at most.
+_MAX_EQUAL_HASHES = 100
+
+# The default_factory that a defaultdict may have, by name.
+FACTORIES: dict[str | None, Callable[[], Any] | None] = {
+    None: None,
+    **{kind.__name__: kind for kind in (bool, dict, float, int, list, set, str)},
+}
+
+
+def hash_flood(keys: Collection[Hashable]) -> bool:
+    """Whether so many keys share one hash that a dict of them would take for ever."""
+    if len(keys) <= _MAX_EQUAL_HASHES:
+        return False
+    return max(Counter(map(hash, keys)).values()) > _MAX_EQUAL_HASHES
+
+
+def namedtuple_type(name: Any, fields: Any) -> type[Any] | None:
+    """A namedtuple type of this name and these fields; None where Python allows none."""
+    names = [name, *fields] if isinstance(fields, list) else [name, fields]
+    if not all(isinstance(item, str) and item.isidentifier() for item in names):
+        return None
+    if any(iskeyword(item) for item in names) or len(names) > _MAX_NAMEDTUPLE_FIELDS:
+        return None
+    if any(field.startswith("_") for field in fields) or len(set(fields)) != len(fields):
+        return None
+    made: type[Any] = namedtuple(name, fields)  # type: ignore[misc]
+    return made
+
+
+def typed(kind: type[Any], value: Any) -> Any:
+    """A value from JSON that may hold anything.
+
+    Raises:
+        ValueError: it is not of this type.
+    """
+    if type(value) is not kind:
+        raise ValueError(f"{str(value)[:80]!r} is not of type {kind.__name__}")
+    return value
+
+
+def checked_sizes(sizes: Any) -> tuple[int, ...]:
+    """A shape, or strides, from JSON that may hold anything.
+
+    Raises:
+        ValueError: it is not a list of sizes.
+    """
+    if not isinstance(sizes, list) or len(sizes) > _MAX_DIMENSIONS:
+        raise ValueError(f"{str(sizes)[:80]!r} is not a list of sizes")
+    for size in sizes:
+        if type(size) is not int or not 0 <= size <= MAX_SIZE:
+            raise ValueError(f"{str(size)[:80]!r} is not a size")
+    return tuple(sizes)
+
+
+def checked_shape(shape: Any) -> tuple[int, ...]:
+    """A shape from JSON that may hold anything.
+
+    Raises:
+        ValueError: it is not a shape, or one that torch and numpy cannot count the elements of.
+    """
+    checked = checked_sizes(shape)
+    if math.prod(max(size, 1) for size in checked) > _MAX_ELEMENTS:
+        raise ValueError(f"the shape {str(shape)[:80]} is too large")
+    return checked
+
+
+# Fixed-size kinds only; what follows the digits is the unit of a datetime64 or timedelta64.
+_SIMPLE = re.compile(r"[<>|][biufcmMSUV][0-9]{1,9}(\[[0-9]{0,9}[A-Za-zμ]{1,2}\])?")
+_MAX_FIELDS = 10_000
+_MAX_NESTING = 8
+
+
+def dtype_to_json(dtype: np.dtype[Any]) -> Any:
+    """The dtype as a string or, for a structured one, as a list of fields.
+
+    Raises:
+        ValueError: it holds Python objects, or cannot be described exactly.
+    """
+    if dtype.hasobject:
+        raise ValueError("it holds Python objects")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # numpy warns of the types that are refused below
+        described = _as_lists(np.lib.format.dtype_to_descr(dtype))
+    try:
+        same = dtype_from_json(described) == dtype
+    except ValueError:
+        same = False
+    if not same:
+        raise ValueError("numpy cannot describe it in plain text")
+    return described
+
+
+def dtype_from_json(described: Any) -> np.dtype[Any]:
+    """The inverse of ``dtype_to_json``; takes nothing else.
+
+    Raises:
+        ValueError: it does not describe a dtype.
+    """
+    try:
+        return np.lib.format.descr_to_dtype(_checked(described))
+    except (TypeError, OverflowError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _as_lists(described: Any) -> Any:
+    if isinstance(described, list | tuple):
+        return [_as_lists(item) for item in described]
+    return described
+
+
+def _checked(described: Any, nesting: int = 0) -> Any:
+    """The form that numpy expects, from JSON that may hold anything."""
+    if isinstance(described, str) and _SIMPLE.fullmatch(described):
+        return described
+    if not isinstance(described, list) or nesting > _MAX_NESTING or len(described) > _MAX_FIELDS:
+        raise ValueError(f"{str(described)[:80]!r} is not a dtype")
+    return [_field(field, nesting) for field in described]
+
+
+def _field(field: Any, nesting: int) -> tuple[Any, ...]:
+    if not isinstance(field, list) or len(field) not in (2, 3):
+        raise ValueError(f"{str(field)[:80]!r} is not a field")
+    name = field[0]
+    if isinstance(name, list) and len(name) == 2 and all(isinstance(part, str) for part in name):
+        name = tuple(name)  # a title and a name
+    elif not isinstance(name, str):
+        raise ValueError(f"{str(name)[:80]!r} is not the name of a field")
+    inner = _checked(field[1], nesting + 1)
+    if len(field) == 2:
+        return name, inner
+    return name, inner, checked_shape(field[2])
 
 
 @dataclass(frozen=True)
@@ -408,102 +543,3 @@ def _without_enums(key: Any) -> Any:
 
 
 # ---------------------------------------------------------------- the state of one rank
-
-
-@dataclass(frozen=True)
-class LocalState:
-    """A state as one rank holds it.
-
-    Args:
-        key: the component's key.
-        tree: everything except tensors, which it refers to by name.
-        tensors: the live tensors by name, sharded or plain.
-        found: the part of each in this rank's memory.
-        leaves: bytes that are no tensors, equal on every rank.
-        ties: names of tensors that are the same tensor as another name.
-        first_rank_only: the plain tensors that may differ between the ranks; rank 0's are stored.
-    """
-
-    key: str
-    tree: Any
-    tensors: dict[str, Any]
-    found: dict[str, FoundTensor]
-    leaves: dict[str, Leaf]
-    ties: dict[str, str]
-    first_rank_only: frozenset[str] = frozenset()
-
-    @property
-    def layout(self) -> Any:
-        """All that a plan depends on; equal layouts have the same plan."""
-        tensors = {
-            name: (tensor.dtype, tensor.shape, local_part(tensor).shape, sharding_of(tensor))
-            for name, tensor in self.tensors.items()
-        }
-        return tensors, self.ties, self.first_rank_only
-
-    def leaves_of(self, name: str) -> Iterator[tuple[str, Leaf]]:
-        """This rank's parts of a tensor, each with the name that it is stored under."""
-        path = StatePath(name)
-        for number, piece in enumerate(pieces_of(self.tensors[name])):
-            yield part_name(name, number), FoundTensor(piece, path, name).leaf()
-
-
-def encode_local(key: str, state: Any, *, first_rank_only: Collection[str] = ()) -> LocalState:
-    """The state of one component as this rank holds it; nothing is copied.
-
-    Args:
-        key: the component's key.
-        state: nested state; tensors are named by their path in it, a model's by FQN.
-        first_rank_only: names of plain tensors that may differ between the ranks.
-
-    Raises:
-        UnsupportedValueError: a value cannot be stored; names its path.
-    """
-    return _LocalEncoder().local_state(key, state, frozenset(first_rank_only))
-
-
-def sharding_of(tensor: Any) -> Any:
-    """The mesh and the placements of a DTensor; None for a plain tensor. Equal for equal ones."""
-    if isinstance(tensor, FlatPart):
-        return tensor.begin
-    return (tensor.device_mesh, tuple(tensor.placements)) if is_sharded(tensor) else None
-
-
-class _LocalEncoder(Encoder):
-    """Notes tensors by name instead of arranging them, and takes DTensors by their local part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tensors: dict[str, Any] = {}
-        self.found: dict[str, FoundTensor] = {}
-        self.ties: dict[str, str] = {}
-        self._owners: dict[Any, str] = {}
-        self._by_type[FlatPart] = self._flat
-
-    def local_state(self, key: str, state: Any, first_rank_only: frozenset[str]) -> LocalState:
-        tree = self.encode(state, where=key)
-        self._release()
-        return LocalState(
-            key, tree, self.tensors, self.found, self._leaves, self.ties, first_rank_only
-        )
-
-    def _flat(self, value: FlatPart, path: StatePath, _: int) -> Any:
-        found = self._examined(value.local, path)
-        # A tie is the same object twice, which ranks with an empty part see too.
-        return self._note(value, found, id(value))
-
-    def _tensor(self, value: Tensor, path: StatePath, _: int) -> Any:
-        found = self._examined(local_part(value), path)
-        view = (found.view, tuple(value.shape), sharding_of(value))
-        return self._note(value, found, None if found.is_unaliased else view)
-
-    def _note(self, tensor: Any, found: FoundTensor, identity: object) -> Any:
-        """The node of a tensor; equal identities are ties, None is equal to nothing."""
-        name = found.name
-        first = name if identity is None else self._owners.setdefault(identity, name)
-        if first == name:
-            self.tensors[name] = tensor
-            self.found[name] = found
-        else:
-            self.ties[name] = first
-        return {"$tensor": first}

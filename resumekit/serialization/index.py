@@ -5,8 +5,8 @@ and is never parsed: a reader creates it again and compares. An index is read as
 may have written. Its digest proves that it is undamaged; the checks here, that it is consistent:
 every byte of a data file is part of exactly one tensor, and the chunks of a tensor tile it.
 
-There are two indices. ``Index`` describes the data file of one rank, and holds the states that one
-rank wrote alone. ``ShardedIndex`` describes tensors of which several ranks wrote chunks; tensors
+An index has two forms. That of one rank describes its data file, and holds the states that the rank
+wrote alone. The common one of several ranks describes tensors of which they wrote chunks; tensors
 that are sharded alike share one layout, so it grows with the number of different shapes and not
 with ranks times tensors.
 
@@ -17,24 +17,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii
 from typing import Any, NamedTuple
 
 from resumekit.errors import CorruptCheckpointError, FormatVersionError, UnsupportedValueError
 from resumekit.serialization.decoding import known_element
-from resumekit.serialization.layouts import Layout, Logical
-from resumekit.serialization.leaves import (
-    MAX_SIZE,
-    ElementType,
-    Leaf,
-    checked_shape,
-    checked_sizes,
-    dense_strides,
-    typed,
-)
-from resumekit.serialization.sharding import Box
+from resumekit.serialization.encoding import MAX_SIZE, checked_shape, checked_sizes, typed
+from resumekit.serialization.leaves import ElementType, Leaf, dense_strides
+from resumekit.serialization.sharding import Box, Layout, Logical
 from resumekit.storage import parse_json
 
 _HEADER_ALIGNMENT = 4096
@@ -103,10 +95,18 @@ def header(records: Iterable[TensorRecord], ties: Mapping[str, str]) -> bytes:
     return (len(text) + padding).to_bytes(8, "little") + text + b" " * padding
 
 
-FORMAT = "resumekit payload"
-FORMAT_VERSION = 1
-SHARDED_FORMAT = "resumekit sharded payload"
-SHARDED_FORMAT_VERSION = 2
+class _Form(NamedTuple):
+    """How an index is written: the name and the newest version of its format, and its fields."""
+
+    name: str
+    version: int
+    fields: frozenset[str]
+
+
+_OF_ONE_RANK = _Form(
+    "resumekit payload", 1, frozenset({"block_digests", "ties", "tensors", "states"})
+)
+_COMMON = _Form("resumekit sharded payload", 2, frozenset({"ties", "layouts", "tensors", "states"}))
 
 # Of all layouts of an index; a few characters can ask for any number.
 _MAX_VALUES = 1 << 25
@@ -137,29 +137,64 @@ class IndexSize(NamedTuple):
 
 @dataclass(frozen=True)
 class Index:
-    """What one writer's part of a payload holds.
+    """What one rank wrote, or what several ranks wrote together.
 
     Args:
         states: the tree of each state, by component key.
-        records: the tensors of the data file, in the order of their bytes.
+        records: the tensors of the rank's data file, in the order of their bytes.
         ties: names of tensors that have no bytes of their own, with the name of the same tensor.
         block_digests: of the blocks of the data file, hexadecimal.
+        tensors: the whole tensors, by name.
+        is_common: whether it is the index of several ranks, which has ``tensors`` and no data file.
     """
 
     states: Mapping[str, Any]
     records: tuple[TensorRecord, ...] = ()
     ties: Mapping[str, str] = field(default_factory=dict)
     block_digests: tuple[str, ...] = ()
+    tensors: Mapping[str, Logical] = field(default_factory=dict)
+    is_common: bool = False
 
     def to_bytes(self) -> bytes:
-        """Readable JSON, one line for each tensor."""
-        fields = {
-            "block_digests": list(self.block_digests),
-            "ties": dict(self.ties),
-            "tensors": {record.name: _record_to_json(record) for record in self.records},
-            "states": dict(self.states),
+        """Readable JSON, one line for each tensor.
+
+        Raises:
+            UnsupportedValueError: there are more parts than a reader accepts.
+        """
+        form = _COMMON if self.is_common else _OF_ONE_RANK
+        fields: dict[str, Any] = {"format": form.name, "format_version": form.version}
+        if self.is_common:
+            layouts, rows = self._shared_layouts()
+            fields |= {"ties": dict(self.ties), "layouts": layouts, "tensors": rows}
+        else:
+            rows = {record.name: _record_to_json(record) for record in self.records}
+            fields |= {"block_digests": list(self.block_digests), "ties": dict(self.ties)}
+            fields["tensors"] = rows
+        return (_readable({**fields, "states": dict(self.states)}) + "\n").encode("ascii")
+
+    def _shared_layouts(self) -> tuple[list[Any], dict[str, Any]]:
+        """The different layouts as JSON, and the row of each tensor with the number of its own."""
+        layouts: dict[Layout, int] = {}
+        known: dict[int, int] = {}  # most are the same object: with many parts, a hash is dear
+        for logical in self.tensors.values():
+            if id(logical.chunks) not in known:
+                known[id(logical.chunks)] = layouts.setdefault(logical.chunks, len(layouts))
+        num_values = sum(layout.num_values for layout in layouts)
+        if num_values > _MAX_VALUES:
+            raise UnsupportedValueError(
+                ", ".join(self.states),
+                found=f"parts with {num_values} offsets, sizes and writers in all",
+                expected=f"at most {_MAX_VALUES}",
+            )
+        rows = {
+            name: {
+                "dtype": logical.element.name,
+                "shape": list(logical.shape),
+                "layout": known[id(logical.chunks)],
+            }
+            for name, logical in self.tensors.items()
         }
-        return _to_bytes(FORMAT, FORMAT_VERSION, fields)
+        return [layout.to_json() for layout in layouts], rows
 
     def size_at_most(self, *, header_bytes: int, num_blocks: int) -> IndexSize:
         """Its size with so many block digests, without writing it; its own ones do not count.
@@ -186,24 +221,29 @@ class Index:
         )
 
     @classmethod
-    def from_bytes(cls, data: bytes, *, where: str) -> Index:
-        """The inverse of ``to_bytes``.
+    def from_bytes(cls, data: bytes, *, where: str, is_common: bool = False) -> Index:
+        """The inverse of ``to_bytes``; the parts of every tensor tile it.
 
         Raises:
             CorruptCheckpointError: says what is wrong with it.
             FormatVersionError: written by a newer version, or with a newer torch.
         """
         try:
-            names = {"block_digests", "ties", "tensors", "states"}
-            fields = _parse(data, where, FORMAT, FORMAT_VERSION, names)
+            fields = _parse(data, where, _COMMON if is_common else _OF_ONE_RANK)
+            states, ties = typed(dict, fields["states"]), _ties(fields["ties"])
+            rows = typed(dict, fields["tensors"])
+            if is_common:
+                layouts = _layouts(typed(list, fields["layouts"]), fields["format_version"])
+                tensors = _tensors(rows, layouts, where)
+                return cls(states, ties=ties, tensors=tensors, is_common=True)
             block_digests = typed(list, fields["block_digests"])
             return cls(
-                states=typed(dict, fields["states"]),
-                records=_records(typed(dict, fields["tensors"]), where),
-                ties=_ties(fields["ties"]),
-                block_digests=tuple(typed(str, each) for each in block_digests),
+                states,
+                _records(rows, where),
+                ties,
+                tuple(typed(str, each) for each in block_digests),
             )
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise CorruptCheckpointError(where, found=f"not an index: {error}") from error
 
 
@@ -218,29 +258,35 @@ def stem_of(directory: str, rank: int, *, is_frozen: bool = False) -> str:
     return f"{directory}/rank-{rank:05d}" + (".frozen" if is_frozen else "")
 
 
-def _parse(data: bytes, where: str, name: str, newest: int, expected: Set[str]) -> dict[str, Any]:
-    """The fields of an index in this format and a known version."""
+def index_name(first_rank: int, is_in_stages: bool) -> str:
+    """The file name of the common index of one group.
+
+    Args:
+        first_rank: of the group; it writes the index.
+        is_in_stages: whether other groups hold other entries of the state.
+    """
+    return f"index-{first_rank:05d}.json" if is_in_stages else "index.json"
+
+
+def _parse(data: bytes, where: str, form: _Form) -> dict[str, Any]:
+    """The fields of an index of this form and a known version."""
     fields = parse_json(data, where=where)
-    if not isinstance(fields, dict) or fields.get("format") != name:
-        raise ValueError(f"its format is not {name!r}")
+    if not isinstance(fields, dict) or fields.get("format") != form.name:
+        raise ValueError(f"its format is not {form.name!r}")
     version = fields["format_version"]
     if type(version) is not int or version < 1:
         raise ValueError(f"the format version {str(version)[:80]!r}")
-    if version > newest:
+    if version > form.version:
         raise FormatVersionError(
             where,
             found=f"format version {version}",
-            expected=f"at most {newest}",
+            expected=f"at most {form.version}",
             remedy="Install a newer resumekit",
         )
-    if set(fields) != {"format", "format_version", *expected}:
-        raise ValueError(f"unknown or missing fields: {str(sorted(set(fields) ^ expected))[:200]}")
+    if set(fields) != {"format", "format_version", *form.fields}:
+        named = str(sorted(set(fields) ^ form.fields))[:200]
+        raise ValueError(f"unknown or missing fields: {named}")
     return fields
-
-
-def _to_bytes(name: str, version: int, fields: dict[str, Any]) -> bytes:
-    named = {"format": name, "format_version": version, **fields}
-    return (_readable(named) + "\n").encode("ascii")
 
 
 def _record_to_json(record: TensorRecord) -> dict[str, Any]:
@@ -333,84 +379,6 @@ def _filled(parts: list[str], inner: str) -> str:
         else:
             lines.append(inner + part)
     return ",\n".join(lines)
-
-
-@dataclass(frozen=True)
-class ShardedIndex:
-    """What the ranks wrote together.
-
-    Args:
-        states: the tree of each state, by component key.
-        tensors: the whole tensors, by name.
-        ties: names of tensors that are the same tensor as another name.
-    """
-
-    states: Mapping[str, Any]
-    tensors: Mapping[str, Logical]
-    ties: Mapping[str, str] = field(default_factory=dict)
-
-    def to_bytes(self) -> bytes:
-        """Readable JSON, one line for each tensor.
-
-        Raises:
-            UnsupportedValueError: there are more parts than a reader accepts.
-        """
-        layouts: dict[Layout, int] = {}
-        known: dict[int, int] = {}  # most are the same object: with many parts, a hash is dear
-        for logical in self.tensors.values():
-            if id(logical.chunks) not in known:
-                known[id(logical.chunks)] = layouts.setdefault(logical.chunks, len(layouts))
-        rows = {
-            name: {
-                "dtype": logical.element.name,
-                "shape": list(logical.shape),
-                "layout": known[id(logical.chunks)],
-            }
-            for name, logical in self.tensors.items()
-        }
-        fields = {
-            "ties": dict(self.ties),
-            "layouts": [layout.to_json() for layout in layouts],
-            "tensors": rows,
-            "states": dict(self.states),
-        }
-        num_values = sum(layout.num_values for layout in layouts)
-        if num_values > _MAX_VALUES:
-            raise UnsupportedValueError(
-                ", ".join(self.states),
-                found=f"parts with {num_values} offsets, sizes and writers in all",
-                expected=f"at most {_MAX_VALUES}",
-            )
-        return _to_bytes(SHARDED_FORMAT, SHARDED_FORMAT_VERSION, fields)
-
-    @classmethod
-    def from_bytes(cls, data: bytes, *, where: str) -> ShardedIndex:
-        """The inverse of ``to_bytes``; the parts of every tensor tile it.
-
-        Raises:
-            CorruptCheckpointError: says what is wrong with it.
-            FormatVersionError: written by a newer version, or with a newer torch.
-        """
-        try:
-            names = {"ties", "layouts", "tensors", "states"}
-            fields = _parse(data, where, SHARDED_FORMAT, SHARDED_FORMAT_VERSION, names)
-            layouts = _layouts(typed(list, fields["layouts"]), fields["format_version"])
-            return cls(
-                states=typed(dict, fields["states"]),
-                tensors=_tensors(typed(dict, fields["tensors"]), layouts, where),
-                ties=_ties(fields["ties"]),
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            raise CorruptCheckpointError(where, found=f"not an index: {error}") from error
-
-    @classmethod
-    def of_one_writer(cls, index: Index, writer: int) -> ShardedIndex:
-        """The same view of state that one rank wrote whole."""
-        tensors = {
-            record.name: Logical.of_one_writer(record.element, record.shape, writer)
-            for record in index.records
-        }
-        return cls(index.states, tensors, index.ties)
 
 
 def _layouts(rows: list[Any], version: int) -> list[Layout]:

@@ -1,5 +1,7 @@
 """Plans a sharded save: which rank writes which part of a state.
 
+The state of one rank is its tensors by name, sharded or plain, and all else as a tree.
+
 Tensors that are sharded alike are planned once: what travels and what rank 0 decides grows with
 ranks times different shapes. Only the balance between ranks that hold the same part looks at each
 tensor, at all ranks in one operation.
@@ -9,16 +11,30 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import xxhash
+from torch import Tensor
 
 from resumekit.errors import RankDisagreementError, UnsupportedValueError
-from resumekit.serialization.encoding import LocalState, sharding_of
-from resumekit.serialization.layouts import Column, Layout, Logical
-from resumekit.serialization.sharding import boxes_of, is_sharded, local_part
+from resumekit.serialization.encoding import Encoder
+from resumekit.serialization.leaves import Leaf
+from resumekit.serialization.sharding import (
+    Column,
+    FlatPart,
+    Layout,
+    Logical,
+    boxes_of,
+    is_sharded,
+    local_part,
+    part_name,
+    pieces_of,
+    sharding_of,
+)
+from resumekit.serialization.tensors import FoundTensor, StatePath
 from resumekit.storage import BLOCK_BYTES
 
 _MOST_NAMED = 3
@@ -33,6 +49,98 @@ _PORTION_BYTES = BLOCK_BYTES
 
 # The boxes that a rank holds of a tensor: of each the offsets, then the sizes.
 _Part = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class LocalState:
+    """A state as one rank holds it.
+
+    Args:
+        key: the component's key.
+        tree: everything except tensors, which it refers to by name.
+        tensors: the live tensors by name, sharded or plain.
+        found: the part of each in this rank's memory.
+        leaves: bytes that are no tensors, equal on every rank.
+        ties: names of tensors that are the same tensor as another name.
+        first_rank_only: the plain tensors that may differ between the ranks; rank 0's are stored.
+    """
+
+    key: str
+    tree: Any
+    tensors: dict[str, Any]
+    found: dict[str, FoundTensor]
+    leaves: dict[str, Leaf]
+    ties: dict[str, str]
+    first_rank_only: frozenset[str] = frozenset()
+
+    @property
+    def layout(self) -> Any:
+        """All that a plan depends on; equal layouts have the same plan."""
+        tensors = {
+            name: (tensor.dtype, tensor.shape, local_part(tensor).shape, sharding_of(tensor))
+            for name, tensor in self.tensors.items()
+        }
+        return tensors, self.ties, self.first_rank_only
+
+    def leaves_of(self, name: str) -> Iterator[tuple[str, Leaf]]:
+        """This rank's parts of a tensor, each with the name that it is stored under."""
+        path = StatePath(name)
+        for number, piece in enumerate(pieces_of(self.tensors[name])):
+            yield part_name(name, number), FoundTensor(piece, path, name).leaf()
+
+
+def encode_local(key: str, state: Any, *, first_rank_only: Collection[str] = ()) -> LocalState:
+    """The state of one component as this rank holds it; nothing is copied.
+
+    Args:
+        key: the component's key.
+        state: nested state; tensors are named by their path in it, a model's by FQN.
+        first_rank_only: names of plain tensors that may differ between the ranks.
+
+    Raises:
+        UnsupportedValueError: a value cannot be stored; names its path.
+    """
+    return _LocalEncoder().local_state(key, state, frozenset(first_rank_only))
+
+
+class _LocalEncoder(Encoder):
+    """Notes tensors by name instead of arranging them, and takes DTensors by their local part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[str, Any] = {}
+        self.found: dict[str, FoundTensor] = {}
+        self.ties: dict[str, str] = {}
+        self._owners: dict[Any, str] = {}
+        self._by_type[FlatPart] = self._flat
+
+    def local_state(self, key: str, state: Any, first_rank_only: frozenset[str]) -> LocalState:
+        tree = self.encode(state, where=key)
+        self._release()
+        return LocalState(
+            key, tree, self.tensors, self.found, self._leaves, self.ties, first_rank_only
+        )
+
+    def _flat(self, value: FlatPart, path: StatePath, _: int) -> Any:
+        found = self._examined(value.local, path)
+        # A tie is the same object twice, which ranks with an empty part see too.
+        return self._note(value, found, id(value))
+
+    def _tensor(self, value: Tensor, path: StatePath, _: int) -> Any:
+        found = self._examined(local_part(value), path)
+        view = (found.view, tuple(value.shape), sharding_of(value))
+        return self._note(value, found, None if found.is_unaliased else view)
+
+    def _note(self, tensor: Any, found: FoundTensor, identity: object) -> Any:
+        """The node of a tensor; equal identities are ties, None is equal to nothing."""
+        name = found.name
+        first = name if identity is None else self._owners.setdefault(identity, name)
+        if first == name:
+            self.tensors[name] = tensor
+            self.found[name] = found
+        else:
+            self.ties[name] = first
+        return {"$tensor": first}
 
 
 @dataclass(frozen=True)

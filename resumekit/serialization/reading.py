@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from types import MappingProxyType
 from typing import Any
@@ -20,28 +19,35 @@ import torch
 from torch import Tensor
 
 from resumekit.errors import CorruptCheckpointError
-from resumekit.serialization.data_files import ByteRange, DataFiles, read_index
+from resumekit.serialization.data_files import DataFile, DataFiles, Fetch, plan_fetches, read_index
 from resumekit.serialization.decoding import Decoder, references
 from resumekit.serialization.deferral import (
     Deferral,
     LoadMemory,
     PendingState,
     live_targets,
-    plain_meta,
 )
 from resumekit.serialization.digests import leaves_of
-from resumekit.serialization.encoding import sharding_of
-from resumekit.serialization.index import Index, ShardedIndex, stem_of
-from resumekit.serialization.layouts import Fetch, Logical, part_name, plan_fetches
+from resumekit.serialization.index import Index, index_name, stem_of
 from resumekit.serialization.leaves import (
     PLAIN_TYPES,
     ElementType,
     dense_strides,
     flat_bytes,
     retyped,
+    stored_values,
 )
-from resumekit.serialization.sharding import Box, box_of, local_part, sharded_like
-from resumekit.storage import StepReader, use_huge_pages
+from resumekit.serialization.sharding import (
+    Box,
+    Logical,
+    box_of,
+    local_part,
+    part_name,
+    sharded_like,
+    sharding_of,
+)
+from resumekit.state import SharingPattern
+from resumekit.storage import ComponentRecord, StepReader, use_huge_pages
 
 # A tensor of the state on the meta device, and the live DTensor that defines the wanted shard.
 Pairs = Iterable[tuple[Tensor, Any]]
@@ -70,19 +76,33 @@ class StoredSource:
     indices: tuple[str, ...]
     writer: int = 0
 
+    @classmethod
+    def of_record(
+        cls, step: StepReader, record: ComponentRecord, writer: int | None = None
+    ) -> StoredSource:
+        """The files of a component; where ranks wrote whole states, by default the first one's."""
+        indices: tuple[str, ...] = ()
+        if record.pattern == SharingPattern.SHARDED.value:
+            firsts = [group[0] for group in record.groups] or [0]
+            indices = tuple(index_name(first, len(firsts) > 1) for first in firsts)
+        writer = record.writers[0] if writer is None else writer
+        return cls(step, record.directory, record.key, indices, writer)
+
     def views(self) -> list[_View]:
         """What each group wrote; verified."""
         files = DataFiles(self.step, self.directory)
         if self.indices:
             indices = {
-                name: read_index(ShardedIndex, self.step, f"{self.directory}/{name}")
+                name: read_index(self.step, f"{self.directory}/{name}", is_common=True)
                 for name in self.indices
             }
         else:
-            plain = files[self.writer].index
-            whole = ShardedIndex.of_one_writer(plain, self.writer)
-            indices = {f"rank-{self.writer:05d}.json": whole}
-        return [_View(self, name, index, files) for name, index in indices.items()]
+            indices = {f"rank-{self.writer:05d}.json": files[self.writer].index}
+        where = f"{self.step.name}/{self.directory}"
+        return [
+            _View(self.key, TensorReader(index, f"{where}/{name}", files))
+            for name, index in indices.items()
+        ]
 
 
 def read_payload(
@@ -108,22 +128,23 @@ def read_payload(
         UnreadableCheckpointError: an I/O error.
     """
     where, files = f"{step.name}/{stem_of(directory, rank)}.json", DataFiles(step, directory)
-    plain = files[rank].index
-    wanted = list(plain.states) if keys is None else list(keys)
+    index = files[rank].index
+    wanted = list(index.states) if keys is None else list(keys)
     for key in wanted:
-        if key not in plain.states:
+        if key not in index.states:
             raise CorruptCheckpointError(where, found=f"has no state of {key!r}")
     tensors: dict[str, Tensor] = {}
     deferral = deferral or Deferral()
-    if plain.records:
-        index = ShardedIndex.of_one_writer(plain, rank)
+    if index.records:
+        reader = TensorReader(index, where, files, check_headers=True)
         names = set(index.tensors)
         if keys is not None:
-            names &= {name for name, _ in references([plain.states[key] for key in wanted])}
-        deferred = _deferred(plain, index, wanted, deferral, where)
-        memory = dict(plain_meta(index.tensors, deferred)) if deferral.memory is None else {}
-        read = partial(_read, index, where=where, files=files, check_headers=True)
-        tensors = read(
+            names &= {name for name, _ in references([index.states[key] for key in wanted])}
+        deferred = _deferred(index, wanted, deferral, where)
+        memory: dict[str, Tensor] = {}
+        if deferral.memory is None:  # they are verified only
+            memory = {name: stored_values(tensor) for name, tensor in deferred.items()}
+        tensors = reader.read(
             dict.fromkeys(names),
             memory=memory,
             load_memory=deferral.memory,
@@ -131,34 +152,30 @@ def read_payload(
         )
         if deferral.memory is None:
             tensors |= deferred
-            reread = partial(_reread, read)
             for key in wanted:
-                its = {name for name, _ in references(plain.states[key])}
+                its = {name for name, _ in references(index.states[key])}
                 if its & deferred.keys():
                     known = {name: tensors[name] for name in its}
-                    deferral.add(key, PendingState(where, plain.states[key], known, reread))
+                    pending = PendingState(where, index.states[key], known, reader.read_into)
+                    deferral.add(key, pending)
     decoder = Decoder(tensors, where=where)
-    return {key: decoder.decode(plain.states[key]) for key in wanted}
-
-
-def _reread(read: Callable[..., Any], memory: Mapping[str, Tensor]) -> None:
-    read(dict.fromkeys(memory), memory=memory)
+    return {key: decoder.decode(index.states[key]) for key in wanted}
 
 
 def _deferred(
-    plain: Index, index: ShardedIndex, keys: Collection[str], deferral: Deferral, where: str
+    index: Index, keys: Collection[str], deferral: Deferral, where: str
 ) -> dict[str, Tensor]:
     """The tensors that a load copies into live ones, on the meta device."""
-    uses = {key: list(references(plain.states[key])) for key in keys}
+    uses = {key: list(references(index.states[key])) for key in keys}
     num_users = Counter(name for found in uses.values() for name in {name for name, _ in found})
-    strided = {record.name for record in plain.records if record.strides is not None}
+    strided = {record.name for record in index.records if record.strides is not None}
     deferred: dict[str, Tensor] = {}
     for key in deferral.live.keys() & uses.keys():
         names = {name for name, _ in uses[key]}
         if any(is_whole for _, is_whole in uses[key]) or names - index.tensors.keys():
             continue  # values in the tree, or damage
         saved = {name: _without_values(index.tensors[name]) for name in sorted(names)}
-        state = Decoder(saved, where=where).decode(plain.states[key])
+        state = Decoder(saved, where=where).decode(index.states[key])
         pairs = deferral.live[key](state)
         for name in live_targets(saved, pairs, in_place=deferral.memory is None):
             if num_users[name] == 1 and name not in strided:
@@ -217,25 +234,20 @@ class _View:
     """What one group wrote of a component, by its index.
 
     Attributes:
-        files: the data files.
-        index: of the group.
+        reader: of its tensors.
         meta_tensors: the tensors of the state on the meta device, by name.
     """
 
-    def __init__(
-        self, source: StoredSource, name: str, index: ShardedIndex, files: DataFiles
-    ) -> None:
-        self.where = f"{source.step.name}/{source.directory}/{name}"
-        self.files = files
-        self.index = index
-        if source.key not in index.states:
-            raise CorruptCheckpointError(self.where, found=f"has no state of {source.key!r}")
-        self._tree = index.states[source.key]
+    def __init__(self, key: str, reader: TensorReader) -> None:
+        self.reader = reader
+        if key not in reader.index.states:
+            raise CorruptCheckpointError(reader.where, found=f"has no state of {key!r}")
+        self._tree = reader.index.states[key]
         whole = {name for name, is_whole in references(self._tree) if is_whole}
-        self._values = _read(index, dict.fromkeys(whole), self.where, files)
+        self._values = reader.read(dict.fromkeys(whole))
         self.meta_tensors = {
             name: _without_values(logical)
-            for name, logical in index.tensors.items()
+            for name, logical in reader.index.tensors.items()
             if name not in whole
         }
 
@@ -250,7 +262,7 @@ class _View:
         wanted = {
             name: partners.get(id(self.meta_tensors[name])) for name in self.taken(needed) & named
         }
-        self._values |= _read(self.index, wanted, self.where, self.files)
+        self._values |= self.reader.read(wanted)
 
     def taken(self, needed: set[int] | None) -> set[str]:
         """The names of the tensors that are needed."""
@@ -261,101 +273,123 @@ class _View:
     def state(self) -> Any:
         """The state; tensors that have not been read are on the meta device."""
         tensors = {**self.meta_tensors, **self._values}
-        return Decoder(tensors, where=self.where).decode(self._tree)
+        return Decoder(tensors, where=self.reader.where).decode(self._tree)
 
 
-def _read(
-    index: ShardedIndex,
-    partners: Mapping[str, Any],
-    where: str,
-    files: DataFiles,
-    *,
-    check_headers: bool = False,
-    memory: Mapping[str, Tensor] = MappingProxyType({}),
-    load_memory: LoadMemory | None = None,
-    in_load_memory: Collection[str] = (),
-) -> dict[str, Tensor]:
-    """Tensors by name: this rank's shard of those with a partner, the others whole.
+@dataclass(frozen=True, eq=False)
+class TensorReader:
+    """Reads tensors by an index that describes them.
 
     Args:
         index: of the tensors.
-        partners: for each wanted name the live DTensor, or None.
         where: what error messages call the index.
         files: the data file of each writer.
         check_headers: whether to read and compare the header of each of these files too.
-        memory: of whole tensors, as plain numbers; on the meta device to verify them only. They
-            are not returned.
-        load_memory: for those of ``in_load_memory``, as long as there is some left.
-        in_load_memory: names of whole tensors.
     """
-    wanted = _wanted(where, index, partners)
-    fetches: dict[int, list[Fetch]] = {writer: [] for writer in files} if check_headers else {}
-    for fetch in _fetches(where, index, wanted):
-        fetches.setdefault(fetch.chunk.writer, []).append(fetch)
-    divided = [
-        (file, its_fetches)
-        for writer in sorted(fetches)
-        for file, its_fetches in files[writer].divide(fetches[writer])
-        if its_fetches or (check_headers and file.index.records)
-    ]
-    # Before memory is allocated: the index may promise more than the files hold.
-    for file, its_fetches in divided:
-        file.require(its_fetches, index.tensors)
-    targets = dict(memory)
-    if load_memory is not None:
+
+    index: Index
+    where: str
+    files: DataFiles
+    check_headers: bool = False
+
+    def read(
+        self,
+        partners: Mapping[str, Any],
+        *,
+        memory: Mapping[str, Tensor] = MappingProxyType({}),
+        load_memory: LoadMemory | None = None,
+        in_load_memory: Collection[str] = (),
+    ) -> dict[str, Tensor]:
+        """Tensors by name: this rank's shard of those with a partner, the others whole.
+
+        Args:
+            partners: for each wanted name the live DTensor, or None.
+            memory: of whole tensors, as plain numbers; on the meta device to verify them only. They
+                are not returned.
+            load_memory: for those of ``in_load_memory``, as long as there is some left.
+            in_load_memory: names of whole tensors.
+        """
+        tensors, boxes = self.index.tensors, self._boxes(partners)
+        divided = self._divided(boxes)
+        targets = dict(memory)
+        if load_memory is not None:
+            for file, fetches in divided:
+                targets |= file.memory_of(fetches, in_load_memory, tensors, load_memory)
+        for name, box in boxes.items():
+            if name not in targets:
+                targets[name] = _memory(tensors[name], box)
+        self._fill(divided, targets)
+        strides = {
+            fetch.name: file.strides(fetch.name)
+            for file, fetches in divided
+            for fetch in fetches
+            if fetch.chunk.box.sizes == tensors[fetch.name].shape
+        }
+        return {
+            name: _value(tensors[name], targets[name], strides.get(name), partner)
+            for name, partner in partners.items()
+            if name not in memory
+        }
+
+    def read_into(self, memory: Mapping[str, Tensor]) -> None:
+        """Reads whole tensors into memory of plain numbers, by name."""
+        self.read(dict.fromkeys(memory), memory=memory)
+
+    def read_boxes(self, boxes: Mapping[str, Box], memory: Mapping[str, Tensor]) -> None:
+        """Reads a box of each tensor into memory of plain numbers, by name."""
+        self._fill(self._divided(boxes), memory)
+
+    def _boxes(self, partners: Mapping[str, Any]) -> dict[str, Box]:
+        """The part that this rank needs of each tensor; an empty box where it needs none."""
+        known: dict[object, Box] = {}  # torch takes long for a box, and most are sharded alike
+        boxes: dict[str, Box] = {}
+        for name, partner in partners.items():
+            logical = self.index.tensors.get(name)
+            if logical is None:
+                raise CorruptCheckpointError(self.where, found=f"has no tensor {name[:200]!r}")
+            if partner is None:
+                boxes[name] = Box.whole(logical.shape)
+                continue
+            kind = (partner.shape, local_part(partner).shape, sharding_of(partner))
+            if kind not in known:
+                empty = (0,) * len(logical.shape)
+                known[kind] = box_of(partner, name) or Box(empty, empty)
+            boxes[name] = known[kind]
+        return boxes
+
+    def _divided(self, boxes: Mapping[str, Box]) -> list[tuple[DataFile, list[Fetch]]]:
+        """The fetches from each file that together give all elements of the boxes."""
+        fetches: dict[int, list[Fetch]] = (
+            {writer: [] for writer in self.files} if self.check_headers else {}
+        )
+        missing = {name: box.num_elements for name, box in boxes.items()}
+        for fetch in plan_fetches(self.index.tensors, boxes):
+            fetches.setdefault(fetch.chunk.writer, []).append(fetch)
+            missing[fetch.name] -= fetch.wanted.num_elements
+        for name, num_elements in missing.items():
+            if num_elements:
+                raise CorruptCheckpointError(
+                    f"{self.where}: {name}",
+                    found=f"parts without {num_elements} of the elements {boxes[name]}",
+                    expected="parts that tile the tensor",
+                )
+        divided = [
+            (file, its_fetches)
+            for writer in sorted(fetches)
+            for file, its_fetches in self.files[writer].divide(fetches[writer])
+            if its_fetches or (self.check_headers and file.index.records)
+        ]
+        # Before memory is allocated: the index may promise more than the files hold.
         for file, its_fetches in divided:
-            targets |= file.memory_of(its_fetches, in_load_memory, index.tensors, load_memory)
-    for name, box in wanted.items():
-        if name not in targets:
-            targets[name] = _memory(index.tensors[name], box)
-    strides: dict[str, tuple[int, ...] | None] = {}
-    for file, its_fetches in divided:
-        parts: list[ByteRange] = []
-        for fetch in its_fetches:
-            parts += file.parts(fetch, targets[fetch.name])
-            if fetch.chunk.box.sizes == index.tensors[fetch.name].shape:
-                strides[fetch.name] = file.strides(fetch.name)
-        file.read(parts, check_header=check_headers)
-    return {
-        name: _value(index.tensors[name], targets[name], strides.get(name), partner)
-        for name, partner in partners.items()
-        if name not in memory
-    }
+            file.require(its_fetches, self.index.tensors)
+        return divided
 
-
-def _wanted(where: str, index: ShardedIndex, partners: Mapping[str, Any]) -> dict[str, Box]:
-    """The part that this rank needs of each tensor; an empty box where it needs none."""
-    known: dict[object, Box] = {}  # torch takes long for a box, and most are sharded alike
-    wanted: dict[str, Box] = {}
-    for name, partner in partners.items():
-        logical = index.tensors.get(name)
-        if logical is None:
-            raise CorruptCheckpointError(where, found=f"has no tensor {name[:200]!r}")
-        if partner is None:
-            wanted[name] = Box.whole(logical.shape)
-            continue
-        kind = (partner.shape, local_part(partner).shape, sharding_of(partner))
-        if kind not in known:
-            empty = (0,) * len(logical.shape)
-            known[kind] = box_of(partner, name) or Box(empty, empty)
-        wanted[name] = known[kind]
-    return wanted
-
-
-def _fetches(where: str, index: ShardedIndex, wanted: dict[str, Box]) -> list[Fetch]:
-    """What is to be read; together it is all that is wanted."""
-    fetches = plan_fetches(index.tensors, wanted)
-    missing = {name: box.num_elements for name, box in wanted.items()}
-    for fetch in fetches:
-        missing[fetch.name] -= fetch.wanted.num_elements
-    for name, num_elements in missing.items():
-        if num_elements:
-            raise CorruptCheckpointError(
-                f"{where}: {name}",
-                found=f"parts without {num_elements} of the elements {wanted[name]}",
-                expected="parts that tile the tensor",
-            )
-    return fetches
+    def _fill(
+        self, divided: list[tuple[DataFile, list[Fetch]]], targets: Mapping[str, Tensor]
+    ) -> None:
+        for file, fetches in divided:
+            parts = chain.from_iterable(file.parts(each, targets[each.name]) for each in fetches)
+            file.read(list(parts), check_header=self.check_headers)
 
 
 def _value(
@@ -373,14 +407,10 @@ def _value(
     return retyped(memory, dtype, int(memory.storage_offset()), shape, memory.stride())
 
 
-def _plain_type(logical: Logical) -> torch.dtype:
-    """Numbers of the same width, which any copy leaves alone."""
-    return PLAIN_TYPES[logical.element.num_bytes]
-
-
 def _memory(logical: Logical, box: Box) -> Tensor:
-    """Memory of its own for the part wanted of a tensor."""
-    memory = torch.empty(box.sizes, dtype=_plain_type(logical), device="cpu")
+    """Memory of its own for the part wanted of a tensor, as plain numbers."""
+    dtype = PLAIN_TYPES[logical.element.num_bytes]
+    memory = torch.empty(box.sizes, dtype=dtype, device="cpu")
     use_huge_pages(flat_bytes(memory))
     return memory
 
@@ -400,14 +430,17 @@ class StoredTensor:
     Args:
         name: in its index.
         meta: what stands for it in the state.
-        logical: its type, shape and parts.
-        files: the data files of their writers.
+        reader: of the tensors of its index.
     """
 
     name: str
     meta: Tensor
-    logical: Logical
-    files: DataFiles
+    reader: TensorReader
+
+    @property
+    def logical(self) -> Logical:
+        """Its type, shape and parts."""
+        return self.reader.index.tensors[self.name]
 
     @property
     def element(self) -> ElementType:
@@ -441,7 +474,7 @@ class StoredTensor:
 
     def _digests(self) -> Iterator[tuple[Any, ...]]:
         for chunk in self.logical.chunks:
-            files = self.files[chunk.writer]
+            files = self.reader.files[chunk.writer]
             yield chunk.box, *files.block_digests(part_name(self.name, chunk.number))
 
 
@@ -471,7 +504,7 @@ def open_state(source: StoredSource, merge: Merge) -> StoredState:
     """
     views = source.views()
     tensors = {
-        id(meta): StoredTensor(name, meta, view.index.tensors[name], view.files)
+        id(meta): StoredTensor(name, meta, view.reader)
         for view in views
         for name, meta in view.meta_tensors.items()
     }
@@ -487,33 +520,13 @@ def read_boxes(wanted: Sequence[tuple[StoredTensor, Box]]) -> list[Tensor]:
     Raises:
         CheckpointError: damage, or an I/O error.
     """
-    memories = [
-        torch.empty(box.sizes, dtype=PLAIN_TYPES[tensor.element.num_bytes], device="cpu")
-        for tensor, box in wanted
-    ]
-    of_files: dict[int, list[int]] = {}
+    memories = [_memory(tensor.logical, box) for tensor, box in wanted]
+    by_reader: dict[int, list[int]] = {}
     for number, (tensor, _) in enumerate(wanted):
-        of_files.setdefault(id(tensor.files), []).append(number)
-    for numbers in of_files.values():
-        tensors = {wanted[number][0].name: wanted[number][0].logical for number in numbers}
-        boxes = {wanted[number][0].name: wanted[number][1] for number in numbers}
-        targets = {wanted[number][0].name: memories[number] for number in numbers}
-        _fill(wanted[numbers[0]][0].files, tensors, boxes, targets)
+        by_reader.setdefault(id(tensor.reader), []).append(number)
+    for numbers in by_reader.values():
+        named = {wanted[number][0].name: number for number in numbers}
+        boxes = {name: wanted[number][1] for name, number in named.items()}
+        targets = {name: memories[number] for name, number in named.items()}
+        wanted[numbers[0]][0].reader.read_boxes(boxes, targets)
     return memories
-
-
-def _fill(
-    files: DataFiles,
-    tensors: Mapping[str, Logical],
-    boxes: Mapping[str, Box],
-    targets: Mapping[str, Tensor],
-) -> None:
-    fetches: dict[int, list[Fetch]] = {}
-    for fetch in plan_fetches(tensors, boxes):
-        fetches.setdefault(fetch.chunk.writer, []).append(fetch)
-    for writer in sorted(fetches):
-        for file, its_fetches in files[writer].divide(fetches[writer]):
-            if its_fetches:
-                file.require(its_fetches, tensors)
-                parts = (file.parts(each, targets[each.name]) for each in its_fetches)
-                file.read(list(chain.from_iterable(parts)), check_header=False)

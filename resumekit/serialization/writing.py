@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from resumekit.errors import CorruptCheckpointError, UnsupportedValueError
-from resumekit.serialization.copying import Image, pieces_of
-from resumekit.serialization.encoding import Encoder, LocalState
-from resumekit.serialization.index import Index, ShardedIndex, arrange, header, stem_of
-from resumekit.serialization.layouts import Logical
-from resumekit.serialization.leaves import Leaf
-from resumekit.serialization.planning import Assignment
-from resumekit.serialization.sharding import is_sharded
+from resumekit.serialization.encoding import Encoder
+from resumekit.serialization.index import Index, arrange, header, stem_of
+from resumekit.serialization.leaves import Image, Leaf, pieces_of
+from resumekit.serialization.planning import Assignment, LocalState
+from resumekit.serialization.sharding import Logical, is_sharded
 from resumekit.storage import (
     BLOCK_BYTES,
     MAX_JSON_BYTES,
-    BlockDigester,
     FileEntry,
     Staging,
     StepName,
@@ -35,7 +32,7 @@ _NOTHING: Mapping[str, Any] = {}
 _MANY_VALUES = 3_000_000  # below what the parser of the index takes
 
 
-class _Files:
+class Payload:
     """Files that one rank writes: its data file, the index beside it, and small ones.
 
     The leaves are live and must not change before ``copy_into`` or ``write`` returns; all else is
@@ -47,10 +44,12 @@ class _Files:
         leaves: what goes into the data file, by name; without any there is no data file.
         ties: names without bytes of their own, with the name of the same tensor.
         states: the tree of each state, by component key; None for an index only with a data file.
-        small_files: the content of other files, by file name.
-        is_frozen: whether these are the rank's frozen tensors, which have files of their own.
+        small_files: the content of other files, by file name; without ``states`` and leaves, files
+            for other tools, which a resume does not read.
+        frozen: names of leaves that training does not change; they have files of their own.
 
     Attributes:
+        frozen: the files of the frozen leaves, if there are any.
         num_bytes: bytes that it will write at most; exact but for the index.
         num_files: files that it will write.
 
@@ -58,19 +57,28 @@ class _Files:
         UnsupportedValueError: the index would be too large.
     """
 
+    _IS_FROZEN = False
+
     def __init__(
         self,
         directory: str,
         rank: int,
-        leaves: Mapping[str, Leaf],
+        leaves: Mapping[str, Leaf] = _NOTHING,
         *,
         ties: Mapping[str, str] = _NOTHING,
         states: Mapping[str, Any] | None = None,
         small_files: Mapping[str, bytes] = _NOTHING,
-        is_frozen: bool = False,
+        frozen: Collection[str] = (),
     ) -> None:
+        self.frozen: FrozenFiles | None = None
+        apart = {name: leaf for name, leaf in leaves.items() if name in frozen}
+        if apart:
+            its_ties = {name: other for name, other in ties.items() if other in apart}
+            self.frozen = FrozenFiles(directory, rank, apart, ties=its_ties)
+            leaves = {name: leaf for name, leaf in leaves.items() if name not in apart}
+            ties = {name: other for name, other in ties.items() if name not in its_ties}
         self._rank = rank
-        self._stem = stem_of(directory, rank, is_frozen=is_frozen)
+        self._stem = stem_of(directory, rank, is_frozen=self._IS_FROZEN)
         self._leaves = leaves
         self._image: memoryview | None = None
         self._linked: tuple[FileEntry, tuple[str, ...]] | None = None
@@ -80,11 +88,81 @@ class _Files:
         records = arrange(leaves)
         self._index = Index(states or {}, records, ties)  # but for the digests of the blocks
         self._header = header(records, ties) if records else b""
-        self._has_index = bool(records) or states is not None
+        # A reader opens the first index of a rank in any case.
+        self._has_index = bool(records) or states is not None or self.frozen is not None
         self._data_bytes = len(self._header) + (records[-1].end if records else 0)
         index_bytes = self._size_of_index() if self._has_index else 0
         self.num_bytes = self._data_bytes + index_bytes + sum(map(len, small_files.values()))
         self.num_files = bool(records) + self._has_index + len(small_files)
+
+    @classmethod
+    def of_states(
+        cls, directory: str, rank: int, states: Mapping[str, Any], *, frozen: Collection[str] = ()
+    ) -> Payload:
+        """The states of some components, written by one rank.
+
+        Args:
+            directory: of its files, relative to the step directory.
+            rank: the rank that writes.
+            states: nested state by component key. With one key the tensors are named by their path
+                in the state (a model's by FQN); with more, the key comes first.
+            frozen: names of tensors that training does not change.
+
+        Raises:
+            UnsupportedValueError: a value cannot be stored; names its path.
+        """
+        encoder = Encoder(prefix_names=len(states) > 1)
+        trees = {key: encoder.encode(state, where=key) for key, state in states.items()}
+        stored = encoder.finish()
+        return cls(directory, rank, stored.leaves, ties=stored.ties, states=trees, frozen=frozen)
+
+    @classmethod
+    def of_shards(
+        cls,
+        directory: str,
+        rank: int,
+        local: LocalState,
+        assignment: Assignment,
+        *,
+        index_name: str = "index.json",
+        frozen: Collection[str] = (),
+    ) -> Payload:
+        """One rank's shards of a state; the first rank adds the common index.
+
+        Args:
+            directory: of its files, relative to the step directory.
+            rank: the rank that writes.
+            local: the state as this rank holds it.
+            assignment: what this rank is to write.
+            index_name: the file name of the common index.
+            frozen: names of tensors that training does not change.
+
+        Raises:
+            UnsupportedValueError: a part has the name of another tensor; names it.
+        """
+        # Plain tensors, which every rank reads, come first: all in a block or two.
+        names = sorted(assignment.names, key=lambda name: is_sharded(local.tensors[name]))
+        parts = {name: list(local.leaves_of(name)) for name in names}
+        frozen_parts = {part for name in names if name in frozen for part, _ in parts[name]}
+        pairs = [pair for each in parts.values() for pair in each]
+        small_files: dict[str, bytes] = {}
+        if assignment.tensors is not None:
+            pairs += local.leaves.items()
+            plain = {
+                name: Logical.of_one_writer(leaf.element, leaf.shape, rank)
+                for name, leaf in local.leaves.items()
+            }
+            tensors = {**assignment.tensors, **plain}
+            states = {local.key: local.tree}
+            index = Index(states, ties=local.ties, tensors=tensors, is_common=True)
+            small_files[index_name] = index.to_bytes()
+        leaves: dict[str, Leaf] = {}
+        for name, leaf in pairs:
+            if leaves.setdefault(name, leaf) is not leaf:
+                raise UnsupportedValueError(
+                    f"{local.key}: {name}", found="also the name of a part of another tensor"
+                )
+        return cls(directory, rank, leaves, small_files=small_files, frozen=frozen_parts)
 
     @property
     def image_bytes(self) -> int:
@@ -180,25 +258,16 @@ class _Source(NamedTuple):
     entry: FileEntry
 
 
-class FrozenFiles(_Files):
+class FrozenFiles(Payload):
     """A rank's tensors that training does not change, in a data file of their own.
 
     The file is a link to the one of an earlier checkpoint where that has the same bytes.
-
-    Args:
-        directory: of its files, relative to the step directory.
-        rank: the rank that writes.
-        leaves: of these tensors, by name.
-        ties: names without bytes of their own, with the name of the same tensor.
     """
 
-    def __init__(
-        self, directory: str, rank: int, leaves: Mapping[str, Leaf], ties: Mapping[str, str]
-    ) -> None:
-        super().__init__(directory, rank, leaves, ties=ties, is_frozen=True)
-        self._source: _Source | None = None
-        self._digests: ThreadedCalls[list[memoryview], bytes] | None = None
-        self._block_digests: list[bytes] = []
+    _IS_FROZEN = True
+    _source: _Source | None = None
+    _digests: ThreadedCalls[list[memoryview], bytes] | None = None
+    _block_digests: Sequence[bytes] = ()
 
     @property
     def path(self) -> str:
@@ -220,14 +289,12 @@ class FrozenFiles(_Files):
             return
         self._source = _Source(source, entry)
         self.num_bytes -= self._data_bytes
+        blocks = cut(self._pieces(), 0, BLOCK_BYTES)
         if all(leaf.is_in_host_memory for leaf in self._leaves.values()):
-            blocks = list(cut(self._pieces(), 0, BLOCK_BYTES))
-            self._digests = ThreadedCalls(digest_of_block, blocks, num_threads=num_threads)
+            calls = list(blocks)
+            self._digests = ThreadedCalls(digest_of_block, calls, num_threads=num_threads)
         else:  # copies of all of them at once could take up more memory than there is
-            digester = BlockDigester()
-            for piece in self._pieces():
-                digester.update(piece)
-            self._block_digests = digester.blocks
+            self._block_digests = [digest_of_block(parts) for parts in blocks]
 
     def finish_comparing(self) -> None:
         """Completes what ``compare`` has begun; then the tensors may change."""
@@ -272,136 +339,3 @@ class FrozenFiles(_Files):
     def _write_anyway(self) -> None:
         self._source = None
         self.num_bytes += self._data_bytes
-
-
-class Payload(_Files):
-    """The states of some components, ready to be written by one rank.
-
-    The tensors and arrays must not change before ``copy_into`` or ``write`` returns.
-
-    Args:
-        directory: of its files, relative to the step directory.
-        rank: the rank that writes.
-        states: nested state by component key. With one key the tensors are named by their path in
-            the state (a model's by FQN); with more, the key comes first.
-        frozen: names of tensors that training does not change.
-
-    Attributes:
-        frozen: the files of these tensors, if there are any.
-
-    Raises:
-        UnsupportedValueError: a value cannot be stored; names its path.
-    """
-
-    def __init__(
-        self,
-        directory: str,
-        rank: int,
-        states: Mapping[str, Any],
-        *,
-        frozen: Collection[str] = (),
-    ) -> None:
-        encoder = Encoder(prefix_names=len(states) > 1)
-        trees = {key: encoder.encode(state, where=key) for key, state in states.items()}
-        stored = encoder.finish()
-        kept, self.frozen = _without_frozen(directory, rank, stored.leaves, stored.ties, frozen)
-        ties = {name: other for name, other in stored.ties.items() if other in kept}
-        super().__init__(directory, rank, kept, ties=ties, states=trees)
-
-
-class ShardedPayload(_Files):
-    """One rank's shards of a state, ready to be written; the first rank adds the common index.
-
-    The tensors and arrays must not change before ``copy_into`` or ``write`` returns.
-
-    Args:
-        directory: of its files, relative to the step directory.
-        rank: the rank that writes.
-        local: the state as this rank holds it.
-        assignment: what this rank is to write.
-        index_name: the file name of the common index.
-        frozen: names of tensors that training does not change.
-
-    Attributes:
-        frozen: the files of this rank's parts of them, if there are any.
-    """
-
-    def __init__(
-        self,
-        directory: str,
-        rank: int,
-        local: LocalState,
-        assignment: Assignment,
-        *,
-        index_name: str = "index.json",
-        frozen: Collection[str] = (),
-    ) -> None:
-        # Plain tensors, which every rank reads, come first: all in a block or two.
-        names = sorted(assignment.names, key=lambda name: is_sharded(local.tensors[name]))
-        parts = {name: list(local.leaves_of(name)) for name in names}
-        leaves = _distinct(local.key, (part for each in parts.values() for part in each))
-        frozen_parts = {part for name in names if name in frozen for part, _ in parts[name]}
-        leaves, self.frozen = _without_frozen(directory, rank, leaves, {}, frozen_parts)
-        small_files: dict[str, bytes] = {}
-        if assignment.tensors is not None:
-            leaves.update(local.leaves)
-            plain = {
-                name: Logical.of_one_writer(leaf.element, leaf.shape, rank)
-                for name, leaf in local.leaves.items()
-            }
-            tensors = {**assignment.tensors, **plain}
-            index = ShardedIndex({local.key: local.tree}, tensors, local.ties)
-            small_files[index_name] = index.to_bytes()
-        # A reader opens the first index of a rank in any case.
-        states = None if self.frozen is None else _NOTHING
-        super().__init__(directory, rank, leaves, states=states, small_files=small_files)
-
-
-class ExtraFiles(_Files):
-    """Small files of a component for other tools; a resume does not read them.
-
-    Args:
-        directory: of the files, relative to the step directory.
-        rank: the rank that writes.
-        files: the content of each by its name.
-    """
-
-    def __init__(self, directory: str, rank: int, files: Mapping[str, bytes]) -> None:
-        super().__init__(directory, rank, {}, small_files=files)
-
-
-def index_name(first_rank: int, is_in_stages: bool) -> str:
-    """The file name of the common index of one group.
-
-    Args:
-        first_rank: of the group; it writes the index.
-        is_in_stages: whether other groups hold other entries of the state.
-    """
-    return f"index-{first_rank:05d}.json" if is_in_stages else "index.json"
-
-
-def _without_frozen(
-    directory: str,
-    rank: int,
-    leaves: dict[str, Leaf],
-    ties: Mapping[str, str],
-    frozen: Collection[str],
-) -> tuple[dict[str, Leaf], FrozenFiles | None]:
-    """The leaves of the rank's first data file, and the files of the frozen ones."""
-    frozen_leaves = {name: leaf for name, leaf in leaves.items() if name in frozen}
-    if not frozen_leaves:
-        return leaves, None
-    frozen_ties = {name: other for name, other in ties.items() if other in frozen_leaves}
-    kept = {name: leaf for name, leaf in leaves.items() if name not in frozen_leaves}
-    return kept, FrozenFiles(directory, rank, frozen_leaves, frozen_ties)
-
-
-def _distinct(key: str, parts: Iterable[tuple[str, Leaf]]) -> dict[str, Leaf]:
-    leaves: dict[str, Leaf] = {}
-    for name, leaf in parts:
-        if name in leaves:
-            raise UnsupportedValueError(
-                f"{key}: {name}", found="also the name of a part of another tensor"
-            )
-        leaves[name] = leaf
-    return leaves

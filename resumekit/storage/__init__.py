@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from resumekit.storage.commit import Staging
-from resumekit.storage.deletion import Checkpoint, RetentionPolicy, select_deletions
-from resumekit.storage.directories import MANIFEST, TRAININGS, StepName
+from resumekit.storage.commit import Checkpoint, RetentionPolicy, Staging, select_deletions
+from resumekit.storage.directories import (
+    MANIFEST,
+    MAX_JSON_BYTES,
+    TRAININGS,
+    StepName,
+    parse_json,
+    seal,
+    unseal,
+)
 from resumekit.storage.file_reader import FileReader
 from resumekit.storage.files import (
     BLOCK_BYTES,
-    BlockDigester,
     FileEntry,
     FileWriter,
     Piece,
@@ -22,10 +28,9 @@ from resumekit.storage.io.file_system import (
     Free,
     LocalFileSystem,
     ReadHandle,
+    address_of,
 )
-from resumekit.storage.io.host_memory import HostBuffer, address_of, use_huge_pages
-from resumekit.storage.io.pipeline import ThreadedCalls, num_threads
-from resumekit.storage.json_files import MAX_JSON_BYTES, parse_json, seal, unseal
+from resumekit.storage.io.pipeline import HostBuffer, ThreadedCalls, num_threads, use_huge_pages
 from resumekit.storage.manifest import (
     FORMAT_VERSION,
     LINEAGE,
@@ -48,7 +53,6 @@ __all__ = [
     "MANIFEST",
     "MAX_JSON_BYTES",
     "TRAININGS",
-    "BlockDigester",
     "Checkpoint",
     "ComponentRecord",
     "DirectoryLock",

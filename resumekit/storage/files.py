@@ -26,10 +26,8 @@ import xxhash
 
 from resumekit.errors import SaveError
 from resumekit.storage.io import pipeline
-from resumekit.storage.io.file_system import FileSystem, save_errors
-from resumekit.storage.io.host_memory import address_of
-from resumekit.storage.io.pipeline import Calls
-from resumekit.storage.io.syncing import UnsyncedFiles
+from resumekit.storage.io.file_system import FileSystem, address_of, save_errors
+from resumekit.storage.io.pipeline import Calls, UnsyncedFiles
 
 BLOCK_BYTES = 4 << 20
 ALGORITHM = "xxh3-128/4MiB"

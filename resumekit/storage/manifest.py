@@ -19,9 +19,10 @@ from resumekit.errors import (
     FormatVersionError,
     UnsupportedValueError,
 )
-from resumekit.state import Fidelity, SharingPattern
+from resumekit.state import Fidelity, SharingPattern, Slot
 from resumekit.storage.directories import (
     MANIFEST,
+    MAX_JSON_BYTES,
     QUARANTINE,
     StepName,
     find_difference,
@@ -29,12 +30,14 @@ from resumekit.storage.directories import (
     path_problem,
     paths_problem,
     read_small,
+    seal,
+    to_plain,
+    unseal,
     write_small,
 )
 from resumekit.storage.file_reader import FileReader
 from resumekit.storage.files import ALGORITHM, FileEntry
 from resumekit.storage.io.file_system import FileSystem, read_errors
-from resumekit.storage.json_files import MAX_JSON_BYTES, seal, to_plain, unseal
 
 FORMAT = "resumekit checkpoint"
 FORMAT_VERSION = 1
@@ -110,6 +113,15 @@ class Manifest:
     def name(self) -> StepName:
         """The name of the step directory that this manifest belongs to."""
         return StepName(self.step, self.revision)
+
+    @property
+    def models(self) -> tuple[ComponentRecord, ...]:
+        """The models; the attributes of their modules are components of their own."""
+        return tuple(
+            record
+            for record in self.components
+            if record.key.partition("/")[0] == Slot.MODEL.value and record.directory == record.key
+        )
 
     def to_bytes(self) -> bytes:
         """The manifest file; refuses what could not be read back.

@@ -49,10 +49,11 @@ from resumekit.storage.directories import (
     TRAININGS,
     StepName,
     read_small,
+    seal,
+    unseal,
     write_small,
 )
 from resumekit.storage.io.file_system import FileSystem
-from resumekit.storage.json_files import seal, unseal
 from resumekit.storage.manifest import HEX, check_fields, count, list_steps, read_manifest, text
 
 

@@ -21,10 +21,9 @@ from pathlib import Path
 
 from resumekit.errors import CorruptCheckpointError, SaveError
 from resumekit.log import logger
-from resumekit.storage.directories import read_small, write_small
+from resumekit.storage.directories import MAX_JSON_BYTES, read_small, seal, unseal, write_small
 from resumekit.storage.files import FileEntry
 from resumekit.storage.io.file_system import FileSystem, save_errors
-from resumekit.storage.json_files import MAX_JSON_BYTES, seal, unseal
 from resumekit.storage.manifest import (
     HEX,
     MAX_RANKS,

@@ -36,11 +36,12 @@ from resumekit.errors import (
     SaveError,
     SharedDirectoryError,
 )
-from resumekit.storage.commit import Staging, check_space
-from resumekit.storage.deletion import (
+from resumekit.storage.commit import (
     Checkpoint,
     RetentionPolicy,
+    Staging,
     Trash,
+    check_space,
     may_delete,
     select_deletions,
 )

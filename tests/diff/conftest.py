@@ -14,7 +14,6 @@ from resumekit.serialization import (
     FlatPart,
     Payload,
     Proposal,
-    ShardedPayload,
     assign,
     encode_local,
 )
@@ -31,13 +30,15 @@ class Checkpoints:
     def whole(self, states: Mapping[str, Any], **settings: Any) -> StepReader:
         """The checkpoint of one rank with these states by component key."""
         records = [ComponentRecord(key, "global", "exact", "", "state", (0,)) for key in states]
-        return self.commit(Payload("state", 0, states).write, records, 1, settings)
+        return self.commit(Payload.of_states("state", 0, states).write, records, 1, settings)
 
     def per_rank(self, key: str, states: Sequence[Any]) -> StepReader:
         """The checkpoint of a component of which each rank has its own state."""
         writers = tuple(range(len(states)))
         record = ComponentRecord(key, "per_rank", "exact", "", "state", writers)
-        payloads = [Payload("state", rank, {key: state}) for rank, state in enumerate(states)]
+        payloads = [
+            Payload.of_states("state", rank, {key: state}) for rank, state in enumerate(states)
+        ]
         return self.commit(_all(payloads), [record], len(states))
 
     def sharded(self, whole: Mapping[str, torch.Tensor], num_ranks: int) -> StepReader:
@@ -48,7 +49,7 @@ class Checkpoints:
         ]
         plan = assign(local[0], [Proposal.of(each, rank) for rank, each in enumerate(local)])
         payloads = [
-            ShardedPayload(
+            Payload.of_shards(
                 *("state", rank, each),
                 Assignment.of(each, plan.choice, positions, None if rank else plan.tensors),
             )

@@ -54,10 +54,12 @@ def run_of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         staging = store.stage(
             StepName(step), num_bytes=1, num_files=6, directories=["model", "state"]
         )
-        files = Payload("model", 0, {"model": {"weight": torch.rand(40, 5)}}).write(staging)
+        files = Payload.of_states("model", 0, {"model": {"weight": torch.rand(40, 5)}}).write(
+            staging
+        )
         for rank in (0, 1):
             states = {"rng": {"state": torch.rand(9), "rank": rank}, "data": {"batch": rank}}
-            files += Payload("state", rank, states).write(staging)
+            files += Payload.of_states("state", rank, states).write(staging)
         store.commit(
             staging,
             Manifest(

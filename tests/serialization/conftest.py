@@ -68,7 +68,7 @@ class Checkpoints:
 
     def save(self, states: Mapping[str, Any]) -> StepReader:
         """The checkpoint with these states of rank 0."""
-        return self.commit(Payload("state", 0, states).write)
+        return self.commit(Payload.of_states("state", 0, states).write)
 
     def forge(self, index: bytes, data: bytes | None = None) -> StepReader:
         """A checkpoint whose digests are right, whatever its files say."""

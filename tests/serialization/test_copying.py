@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from resumekit.errors import SaveError
-from resumekit.serialization import copying, element_type
-from resumekit.serialization.copying import ParallelCopies, pieces_of
-from resumekit.serialization.leaves import Leaf, bytes_leaf
+from resumekit.serialization import element_type, leaves
+from resumekit.serialization.leaves import Leaf, ParallelCopies, bytes_leaf, pieces_of
 
 NUM_TENSORS, NUM_BYTES = 5, (3 << 20) + 11
 
@@ -24,7 +23,7 @@ NUM_TENSORS, NUM_BYTES = 5, (3 << 20) + 11
 @pytest.fixture(autouse=True)
 def small_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A thread for each MiB, and none of them left."""
-    monkeypatch.setattr(copying, "_BYTES_PER_THREAD", 1 << 20)
+    monkeypatch.setattr(leaves, "_BYTES_PER_THREAD", 1 << 20)
     before = threading.active_count()
     yield
     assert threading.active_count() == before
@@ -69,7 +68,7 @@ def test_as_many_threads_copy_as_are_allowed(
 
 
 def test_little_is_copied_by_the_caller_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "_BYTES_PER_THREAD", NUM_TENSORS * NUM_BYTES)
+    monkeypatch.setattr(leaves, "_BYTES_PER_THREAD", NUM_TENSORS * NUM_BYTES)
     monkeypatch.setattr(threading, "Thread", None)
     copies, target, expected = prepared(4)
     copies.run()
@@ -89,7 +88,7 @@ def test_without_a_thread_the_caller_copies_all(monkeypatch: pytest.MonkeyPatch)
 def test_it_copies_while_the_interpreter_exits() -> None:
     script = """
 import atexit, torch
-from resumekit.serialization.copying import ParallelCopies
+from resumekit.serialization.leaves import ParallelCopies
 source, target = torch.ones(1 << 28, dtype=torch.uint8), torch.zeros(1 << 28, dtype=torch.uint8)
 def copy():
     copies = ParallelCopies(target, num_threads=4)
@@ -139,7 +138,7 @@ def test_an_interrupt_ends_the_copy() -> None:
 # Blocks
 
 
-def leaves() -> list[Leaf]:
+def many_leaves() -> list[Leaf]:
     """Some lie in memory as they are stored, others do not; one is longer than a block."""
     numbers = torch.complex(torch.arange(3000.0), -torch.arange(3000.0)).view(30, 100)
     tensors = [
@@ -168,17 +167,17 @@ def joined(pieces: list[memoryview]) -> bytes:
 def test_pieces_are_the_bytes_in_order_also_where_all_are_kept(
     block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copying, "_BLOCK_BYTES", block_bytes)
-    expected = joined([piece for leaf in leaves() for piece in leaf.buffers()])
-    assert joined(list(pieces_of(leaves()))) == expected
-    changed = leaves()
+    monkeypatch.setattr(leaves, "_BLOCK_BYTES", block_bytes)
+    expected = joined([piece for leaf in many_leaves() for piece in leaf.buffers()])
+    assert joined(list(pieces_of(many_leaves()))) == expected
+    changed = many_leaves()
     assert isinstance(changed[2].source, torch.Tensor)
     changed[2].source[7, 5] += 1
     assert joined(list(pieces_of(changed))) != expected
 
 
 def test_blocks_are_copied_before_they_are_used() -> None:
-    made = leaves()[2:4]
+    made = many_leaves()[2:4]
     assert isinstance(made[0].source, torch.Tensor)
     expected = joined(list(pieces_of(made)))
     pieces = pieces_of(made)
@@ -188,8 +187,8 @@ def test_blocks_are_copied_before_they_are_used() -> None:
 
 
 def test_the_parts_of_a_block_have_at_most_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "_BLOCK_BYTES", 1000)
-    blocks = list(copying._blocks_of([torch.arange(700.0).view(7, 100).t(), torch.ones(30).t()]))
+    monkeypatch.setattr(leaves, "_BLOCK_BYTES", 1000)
+    blocks = list(leaves._blocks_of([torch.arange(700.0).view(7, 100).t(), torch.ones(30).t()]))
     sizes = [[part.nbytes for part in block] for block in blocks]
     assert all(0 < sum(each) <= 1000 for each in sizes)
     assert sum(map(sum, sizes)) == 2800 + 120
@@ -197,6 +196,6 @@ def test_the_parts_of_a_block_have_at_most_its_size(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_copy_that_is_interrupted_raises_the_error() -> None:
-    copies = copying.TensorCopies()
+    copies = leaves.TensorCopies()
     with pytest.raises(KeyboardInterrupt), copies.launching():
         raise KeyboardInterrupt

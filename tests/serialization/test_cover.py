@@ -8,8 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from resumekit.serialization.layouts import Layout
-from resumekit.serialization.sharding import Box
+from resumekit.serialization.sharding import Box, Layout
 
 
 def tiling_problem(shape: tuple[int, ...], boxes: list[Box]) -> str | None:

@@ -28,7 +28,8 @@ from resumekit.errors import (
 from resumekit.serialization import decode, read_payload
 from resumekit.serialization.index import Index, TensorRecord, header
 from resumekit.serialization.leaves import ELEMENT_TYPES, TORCH_CONSTANTS
-from resumekit.storage import BLOCK_BYTES, BlockDigester
+from resumekit.storage import BLOCK_BYTES
+from resumekit.storage.files import BlockDigester
 
 STEM = "state/rank-00000"
 

@@ -12,15 +12,15 @@ import torch
 
 from resumekit.errors import UnsupportedValueError
 from resumekit.serialization import (
+    Payload,
     Proposal,
-    ShardedPayload,
     StoredSource,
     encode_local,
     read_sharded,
 )
-from resumekit.serialization.layouts import Layout
 from resumekit.serialization.sharding import (
     FlatPart,
+    Layout,
     boxes_of,
     fill,
     part_like,
@@ -69,7 +69,7 @@ def written(checkpoints: Any, ranks: Any, parts: list[dict[str, Any]]) -> Any:
     proposals = [Proposal.of(each, rank) for rank, each in enumerate(local)]
     assignments = ranks.assigned(local, proposals)
     payloads = [
-        ShardedPayload("state", rank, each, assignments[rank]) for rank, each in enumerate(local)
+        Payload.of_shards("state", rank, each, assignments[rank]) for rank, each in enumerate(local)
     ]
     return checkpoints.commit(
         lambda staging: [entry for each in payloads for entry in each.write(staging)]

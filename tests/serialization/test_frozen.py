@@ -15,7 +15,6 @@ from resumekit.serialization import (
     FrozenFiles,
     Payload,
     Proposal,
-    ShardedPayload,
     StoredSource,
     encode_local,
     read_payload,
@@ -38,7 +37,7 @@ def payloads_of(ranks: Any, frozen: set[str]) -> list[Any]:
     assignments = ranks.assigned(local, proposals)
     found: list[Any] = []
     for rank in range(2):
-        payload = ShardedPayload("state", rank, local[rank], assignments[rank], frozen=frozen)
+        payload = Payload.of_shards("state", rank, local[rank], assignments[rank], frozen=frozen)
         found += [payload] if payload.frozen is None else [payload, payload.frozen]
     return found
 
@@ -63,7 +62,7 @@ def test_frozen_shards_are_read_with_the_others(
 def test_a_payload_without_frozen_tensors_has_the_same_bytes(checkpoints: Any) -> None:
     contents = []
     for frozen in ((), {"not a name"}):
-        payload = Payload("state", 0, {"model": {"w": torch.ones(3)}}, frozen=frozen)
+        payload = Payload.of_states("state", 0, {"model": {"w": torch.ones(3)}}, frozen=frozen)
         assert payload.frozen is None
         step = checkpoints.commit(payload.write)
         contents.append([Path(step.path, file.path).read_bytes() for file in step.manifest.files])
@@ -84,12 +83,12 @@ def frozen_of(payload: Payload) -> FrozenFiles:
 def test_an_equal_file_is_linked_and_needs_no_memory(
     is_copied: bool, checkpoints: Any, same: Any
 ) -> None:
-    first = Payload("state", 0, state(), frozen={"w"})
+    first = Payload.of_states("state", 0, state(), frozen={"w"})
     step = checkpoints.commit(
         lambda staging: [*first.write(staging), *frozen_of(first).write(staging)]
     )
     (entry,) = (each for each in step.manifest.files if each.path == frozen_of(first).path)
-    payload = Payload("state", 0, state(), frozen={"w"})
+    payload = Payload.of_states("state", 0, state(), frozen={"w"})
     frozen = frozen_of(payload)
     announced = frozen.num_bytes
     frozen.compare(step.name, entry, num_threads=2)
@@ -115,12 +114,12 @@ def test_an_equal_file_is_linked_and_needs_no_memory(
 
 
 def test_a_file_that_cannot_be_linked_is_copied_and_written(checkpoints: Any, same: Any) -> None:
-    first = Payload("state", 0, state(), frozen={"w"})
+    first = Payload.of_states("state", 0, state(), frozen={"w"})
     step = checkpoints.commit(
         lambda staging: [*first.write(staging), *frozen_of(first).write(staging)]
     )
     (entry,) = (each for each in step.manifest.files if each.path == frozen_of(first).path)
-    payload = Payload("state", 0, state(), frozen={"w"})
+    payload = Payload.of_states("state", 0, state(), frozen={"w"})
     frozen = frozen_of(payload)
     announced = frozen.num_bytes
     frozen.compare(step.name, entry, num_threads=2)
@@ -137,14 +136,14 @@ def test_a_file_that_cannot_be_linked_is_copied_and_written(checkpoints: Any, sa
 
 
 def test_a_file_that_differs_in_one_bit_is_not_linked(checkpoints: Any) -> None:
-    first = Payload("state", 0, state(), frozen={"w"})
+    first = Payload.of_states("state", 0, state(), frozen={"w"})
     step = checkpoints.commit(
         lambda staging: [*first.write(staging), *frozen_of(first).write(staging)]
     )
     (entry,) = (each for each in step.manifest.files if each.path == frozen_of(first).path)
     value = state()
     value["model"]["w"].view(torch.int32)[2999] ^= 1
-    frozen = frozen_of(Payload("state", 0, value, frozen={"w"}))
+    frozen = frozen_of(Payload.of_states("state", 0, value, frozen={"w"}))
     announced = frozen.num_bytes
     frozen.compare(step.name, entry, num_threads=2)
     frozen.finish_comparing()
@@ -161,7 +160,7 @@ def test_files_of_many_blocks_are_equal_to_the_written_ones(
             weight[changed] ^= 1
         part, columns = torch.arange(7).to(torch.int16), weight[:3000].view(50, 60).T
         states = {"model": {"w": weight, "b": part, "transposed": columns.clone()}}
-        return frozen_of(Payload("state", 0, states, frozen={"w", "b", "transposed"}))
+        return frozen_of(Payload.of_states("state", 0, states, frozen={"w", "b", "transposed"}))
 
     step = checkpoints.commit(lambda staging: large().write(staging))
     (entry,) = (each for each in step.manifest.files if each.path.endswith(".safetensors"))
@@ -176,7 +175,7 @@ def test_files_of_many_blocks_are_equal_to_the_written_ones(
 def test_tensors_that_must_be_copied_are_compared_too(checkpoints: Any) -> None:
     def conjugated() -> FrozenFiles:
         states = {"model": {"w": torch.arange(3000).to(torch.complex64).conj()}}
-        return frozen_of(Payload("state", 0, states, frozen={"w"}))
+        return frozen_of(Payload.of_states("state", 0, states, frozen={"w"}))
 
     step = checkpoints.commit(lambda staging: conjugated().write(staging))
     (entry,) = (each for each in step.manifest.files if each.path.endswith(".safetensors"))
@@ -189,7 +188,7 @@ def test_tensors_that_must_be_copied_are_compared_too(checkpoints: Any) -> None:
 def test_a_comparison_is_ended_with_the_save(
     checkpoints: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = checkpoints.commit(frozen_of(Payload("state", 0, state(), frozen={"w"})).write)
+    step = checkpoints.commit(frozen_of(Payload.of_states("state", 0, state(), frozen={"w"})).write)
     (entry,) = (each for each in step.manifest.files if each.path.endswith(".safetensors"))
     links = FrozenLinks(RetentionPolicy())
     for number in (1, 2):
@@ -202,7 +201,7 @@ def test_a_comparison_is_ended_with_the_save(
         return bytes(16)
 
     monkeypatch.setattr(writing, "digest_of_block", digest)
-    frozen = frozen_of(Payload("state", 0, state(), frozen={"w"}))
+    frozen = frozen_of(Payload.of_states("state", 0, state(), frozen={"w"}))
     num_before = threading.active_count()
 
     def fail() -> None:
@@ -216,14 +215,14 @@ def test_a_comparison_is_ended_with_the_save(
 
 
 def test_nothing_is_linked_after_a_save_that_has_failed(checkpoints: Any) -> None:
-    step = checkpoints.commit(frozen_of(Payload("state", 0, state(), frozen={"w"})).write)
+    step = checkpoints.commit(frozen_of(Payload.of_states("state", 0, state(), frozen={"w"})).write)
     (entry,) = (each for each in step.manifest.files if each.path.endswith(".safetensors"))
     links = FrozenLinks(RetentionPolicy())
     for number in (1, 2):
         links.committed(StepName(number), [entry])
     needed = []
     for number in (3, 4):
-        frozen = frozen_of(Payload("state", 0, state(), frozen={"w"}))
+        frozen = frozen_of(Payload.of_states("state", 0, state(), frozen={"w"}))
         with links.compared(number, [frozen], num_threads=1):
             frozen.finish_comparing()
             needed.append(frozen.image_bytes > 0)

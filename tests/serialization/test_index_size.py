@@ -34,7 +34,7 @@ def random_name(draw: random.Random) -> str:
 
 
 def sizes(value: Any, num_blocks: int) -> tuple[IndexSize, bytes]:
-    payload = Payload("state", 0, {"value": value, "other": [value]})
+    payload = Payload.of_states("state", 0, {"value": value, "other": [value]})
     index, header_bytes = payload._index, len(payload._header)
     bound = index.size_at_most(header_bytes=header_bytes, num_blocks=num_blocks)
     return bound, replace(index, block_digests=("0" * 32,) * num_blocks).to_bytes()
@@ -78,5 +78,5 @@ def test_names_and_ties_in_any_script_are_not_larger_than_announced() -> None:
 
 def test_what_a_reader_refuses_is_refused_before_it_is_written() -> None:
     with pytest.raises(UnsupportedValueError, match="too much that is not in arrays or tensors"):
-        Payload("state", 0, {"value": "x" * (65 << 20)})
-    Payload("state", 0, {"value": "x" * (1 << 20)})
+        Payload.of_states("state", 0, {"value": "x" * (65 << 20)})
+    Payload.of_states("state", 0, {"value": "x" * (1 << 20)})

@@ -16,16 +16,15 @@ import torch
 
 from resumekit.serialization import (
     Assignment,
+    Payload,
     Proposal,
-    ShardedPayload,
     assign,
+    data_files,
     encode_local,
-    layouts,
 )
 from resumekit.serialization import planning as plan_module
-from resumekit.serialization.encoding import LocalState
-from resumekit.serialization.layouts import Layout
-from resumekit.serialization.sharding import Box, FlatPart, box_of, local_part
+from resumekit.serialization.planning import LocalState
+from resumekit.serialization.sharding import Box, FlatPart, Layout, box_of, local_part
 
 SHAPES = ((96, 4), (33, 2), (7,))
 
@@ -57,7 +56,7 @@ def planned(
 
 
 def index_of(local: LocalState, assignment: Assignment) -> dict[str, Any]:
-    payload = ShardedPayload("model", 0, local, assignment)
+    payload = Payload.of_shards("model", 0, local, assignment)
     index: dict[str, Any] = json.loads(payload._small_files["model/index.json"])
     return index
 
@@ -217,24 +216,24 @@ def test_every_part_is_written_by_one_rank_that_holds_it(ranks: Any) -> None:
 def test_reads_of_tensors_that_are_sharded_alike_are_planned_once(
     ranks: Any, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from resumekit.serialization.index import ShardedIndex
+    from resumekit.serialization.index import Index
 
     local, _, assignments = planned(ranks, (8,), 30)
-    data = ShardedPayload("model", 0, local[0], assignments[0])._small_files["model/index.json"]
+    data = Payload.of_shards("model", 0, local[0], assignments[0])._small_files["model/index.json"]
     assert data is not None
-    tensors = ShardedIndex.from_bytes(data, where="index").tensors
+    tensors = Index.from_bytes(data, where="index", is_common=True).tensors
     asked: list[Box] = []
-    original = layouts.find_overlaps
+    original = data_files.find_overlaps
 
     def counted(chunks: Any, box: Box) -> Any:
         asked.append(box)
         return original(chunks, box)
 
-    monkeypatch.setattr(layouts, "find_overlaps", counted)
+    monkeypatch.setattr(data_files, "find_overlaps", counted)
     with ranks.rank(1, 3):
         live = states(ranks, (3,), (0,), 30)
         wanted = {name: box_of(tensor, name) or Box((), ()) for name, tensor in live.items()}
-    fetches = layouts.plan_fetches(tensors, wanted)
+    fetches = data_files.plan_fetches(tensors, wanted)
     assert len(asked) == len(SHAPES) + 1  # and the counts of steps
     elements = Counter(dict.fromkeys(wanted, 0))
     for fetch in fetches:

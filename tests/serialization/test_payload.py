@@ -28,7 +28,7 @@ def states(num_elements: int = 10) -> dict[str, Any]:
 def test_the_written_sizes_are_within_the_announced_ones(
     value: dict[str, Any], checkpoints: Any, same: Any
 ) -> None:
-    payload = Payload("state", 0, value)
+    payload = Payload.of_states("state", 0, value)
     written: list[FileEntry] = []
 
     def write(staging: Staging) -> list[FileEntry]:
@@ -63,7 +63,7 @@ def test_the_index_is_readable_in_lines(checkpoints: Any) -> None:
 
 def test_nothing_is_copied_before_it_is_written(checkpoints: Any) -> None:
     tensor = torch.zeros(3)
-    payload = Payload("state", 0, {"model": {"w": tensor}})
+    payload = Payload.of_states("state", 0, {"model": {"w": tensor}})
     tensor += 1
     step = checkpoints.commit(payload.write)
     assert read_payload(step, "state", 0)["model"]["w"].tolist() == [1, 1, 1]
@@ -74,7 +74,9 @@ def test_every_rank_has_files_of_its_own(checkpoints: Any) -> None:
         return [
             entry
             for rank in range(2)
-            for entry in Payload("state", rank, {"rng": torch.tensor(rank)}).write(staging)
+            for entry in Payload.of_states("state", rank, {"rng": torch.tensor(rank)}).write(
+                staging
+            )
         ]
 
     step = checkpoints.commit(write)

@@ -16,7 +16,7 @@ import torch
 
 from resumekit.errors import UnsupportedValueError
 from resumekit.serialization import Payload, encode
-from resumekit.serialization.leaves import MAX_DEPTH
+from resumekit.serialization.encoding import MAX_DEPTH
 
 Point = namedtuple("Point", ["x", "y"])
 Renamed = namedtuple("Renamed", ["a", "def"], rename=True)
@@ -122,9 +122,9 @@ def test_an_open_file_is_refused(tmp_path: Path) -> None:
         (tmp_path / "log").open("w") as file,
         pytest.raises(UnsupportedValueError, match=f"^{path}: .*TextIOWrapper"),
     ):
-        Payload("state", 0, {"extras": {"log": file}})
+        Payload.of_states("state", 0, {"extras": {"log": file}})
     with pytest.raises(UnsupportedValueError, match="PosixPath"):
-        Payload("state", 0, {"extras": tmp_path})
+        Payload.of_states("state", 0, {"extras": tmp_path})
 
 
 def test_a_key_is_refused_with_its_path() -> None:
@@ -159,4 +159,4 @@ def test_nesting_is_refused_at_a_save_before_it_could_not_be_loaded(checkpoints:
 
 def test_more_than_a_load_would_take_is_refused_at_the_save() -> None:
     with pytest.raises(UnsupportedValueError, match=r"extras: .* bytes of JSON, expected at most"):
-        Payload("state", 0, {"extras": "a" * (64 << 20)})
+        Payload.of_states("state", 0, {"extras": "a" * (64 << 20)})

@@ -19,16 +19,14 @@ from resumekit.errors import (
 from resumekit.serialization import (
     Payload,
     Proposal,
-    ShardedPayload,
     StoredSource,
     assign,
     encode_local,
     planning,
     read_sharded,
 )
-from resumekit.serialization.index import ShardedIndex
-from resumekit.serialization.layouts import Layout
-from resumekit.serialization.sharding import box_of, is_sharded, local_part
+from resumekit.serialization.index import Index
+from resumekit.serialization.sharding import Layout, box_of, is_sharded, local_part
 from resumekit.storage import StepReader
 
 State = dict[str, Any]
@@ -69,7 +67,7 @@ def save(
         return [
             entry
             for rank in range(num_ranks)
-            for entry in ShardedPayload("state", rank, local[rank], assignments[rank]).write(
+            for entry in Payload.of_shards("state", rank, local[rank], assignments[rank]).write(
                 staging
             )
         ]
@@ -122,7 +120,9 @@ def test_whole_and_sharded_states_are_read_from_one_another(checkpoints: Any, ra
     assert found["n"] == [1, 2]
 
     transposed = torch.empty(6, 7).T.copy_(WHOLE)
-    whole = checkpoints.commit(Payload("state", 0, {"model": {"w": transposed, "n": [3]}}).write)
+    whole = checkpoints.commit(
+        Payload.of_states("state", 0, {"model": {"w": transposed, "n": [3]}}).write
+    )
     with ranks.rank(1, 2):
         live = {"w": ranks.shard(torch.zeros(7, 6), (2,), 1)}
         found = load(whole, live, is_sharded=False)
@@ -466,6 +466,6 @@ def test_layers_that_are_sharded_alike_share_one_list_of_parts(ranks: Any) -> No
             local.append(encode_local("model", state))
             proposals.append(Proposal.of(local[-1], rank))
     tensors = assign(local[0], proposals).tensors
-    data = ShardedIndex({"model": {}}, tensors).to_bytes()
+    data = Index({"model": {}}, tensors=tensors, is_common=True).to_bytes()
     assert len(json.loads(data)["layouts"]) == 1
-    assert ShardedIndex.from_bytes(data, where="index").tensors == tensors
+    assert Index.from_bytes(data, where="index", is_common=True).tensors == tensors

@@ -16,14 +16,12 @@ import pytest
 import torch
 
 from resumekit.serialization import (
-    ExtraFiles,
     FlatPart,
     Payload,
     Proposal,
-    ShardedPayload,
     StoredSource,
-    copying,
     encode_local,
+    leaves,
     read_payload,
     read_sharded,
 )
@@ -152,7 +150,7 @@ def test_changes_after_the_copy_are_not_in_the_checkpoint(
     part: str, checkpoints: Any, same: Any
 ) -> None:
     live, expected = {part: state()[part]}, {part: state()[part]}
-    payload = Payload("state", 0, live)
+    payload = Payload.of_states("state", 0, live)
     copied([payload])
     change(live)
     found = read_payload(checkpoints.commit(payload.write), "state", 0)
@@ -163,7 +161,7 @@ def test_changes_after_the_copy_are_not_in_the_checkpoint(
 
 def test_without_the_copy_every_change_is_in_the_checkpoint(checkpoints: Any, same: Any) -> None:
     live, expected = state(), state()
-    payload = Payload("state", 0, live)
+    payload = Payload.of_states("state", 0, live)
     change(live)
     found = read_payload(checkpoints.commit(payload.write), "state", 0)
     unchanged = {
@@ -181,10 +179,10 @@ def test_without_the_copy_every_change_is_in_the_checkpoint(checkpoints: Any, sa
 def test_a_copy_is_written_as_the_same_bytes(
     num_threads: int, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copying, "_BYTES_PER_THREAD", 1 << 20)
+    monkeypatch.setattr(leaves, "_BYTES_PER_THREAD", 1 << 20)
     contents = []
     for is_copied in (False, True):
-        payload = Payload("state", 0, state())
+        payload = Payload.of_states("state", 0, state())
         if is_copied:
             copied([payload], num_threads=num_threads)
         step = checkpoints.commit(payload.write)
@@ -198,13 +196,13 @@ def test_nothing_live_is_referenced_after_the_copy() -> None:
 
     live = {"tensor": torch.ones(5), "tied": torch.ones(3), "array": np.ones(5), "list": [[1], {}]}
     watched = [weakref.ref(live["tensor"]), weakref.ref(live["array"])]
-    payload = Payload("state", 0, {"model": live})
+    payload = Payload.of_states("state", 0, {"model": live})
     copied([payload])
     del live
     gc.collect()
     assert [each() for each in watched] == [None, None]
     control = torch.ones(5)
-    uncopied = Payload("state", 0, {"model": {"w": control}})
+    uncopied = Payload.of_states("state", 0, {"model": {"w": control}})
     watch = weakref.ref(control)
     del control
     gc.collect()
@@ -214,7 +212,7 @@ def test_nothing_live_is_referenced_after_the_copy() -> None:
 
 def test_the_memory_is_free_once_it_is_written(checkpoints: Any) -> None:
     content = bytearray(1 << 20)
-    payload = Payload("state", 0, {"model": {"w": torch.ones(5)}})
+    payload = Payload.of_states("state", 0, {"model": {"w": torch.ones(5)}})
     payload.copy_into(memoryview(content))
     gc.collect()
     with pytest.raises(BufferError):
@@ -226,7 +224,7 @@ def test_the_memory_is_free_once_it_is_written(checkpoints: Any) -> None:
 
 def test_a_payload_without_tensors_needs_no_memory(checkpoints: Any, same: Any) -> None:
     value = {"progress": {"step": [5]}}
-    payload = Payload("state", 0, value)
+    payload = Payload.of_states("state", 0, value)
     assert payload.image_bytes == 0
     payload.copy_into(memoryview(bytearray()))
     value["progress"]["step"].append(6)
@@ -236,7 +234,7 @@ def test_a_payload_without_tensors_needs_no_memory(checkpoints: Any, same: Any) 
 
 def test_small_files_are_copied_when_the_payload_is_made(checkpoints: Any) -> None:
     content: Any = bytearray(b"{}")
-    payload = ExtraFiles("state", 0, {"config.json": content})
+    payload = Payload("state", 0, small_files={"config.json": content})
     assert payload.image_bytes == 0
     content[:] = b"[]"
     step = checkpoints.commit(payload.write)
@@ -270,7 +268,9 @@ def test_shards_and_flat_parts_are_copied(
     local = [encode_local("model", each) for each in states]
     proposals = [Proposal.of(each, rank) for rank, each in enumerate(local)]
     assignments = ranks.assigned(local, proposals)
-    payloads = [ShardedPayload("state", rank, local[rank], assignments[rank]) for rank in range(2)]
+    payloads = [
+        Payload.of_shards("state", rank, local[rank], assignments[rank]) for rank in range(2)
+    ]
     del local
     if is_copied:
         copied(payloads)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from resumekit.errors import ConfigurationError
 from resumekit.storage import Checkpoint, RetentionPolicy, StepName, select_deletions
-from resumekit.storage.deletion import may_delete
+from resumekit.storage.commit import may_delete
 
 NAMES = st.builds(StepName, st.integers(0, 12).map(lambda n: n * 5), st.integers(0, 2))
 METRICS = st.none() | st.fixed_dictionaries(

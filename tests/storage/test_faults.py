@@ -21,7 +21,7 @@ from resumekit.storage import (
     StepName,
     Store,
 )
-from resumekit.storage.io import direct, pipeline
+from resumekit.storage.io import file_system, pipeline
 
 OpenStore = Callable[..., Store]
 Save = Callable[..., StepName]
@@ -32,7 +32,7 @@ def io(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the files are written: straight, or in chunks by direct I/O with a small tail."""
     if request.param == "direct":
         monkeypatch.setattr(pipeline, "CHUNK_BYTES", 8192)
-        monkeypatch.setattr(direct, "MIN_DIRECT_BYTES", 4096)
+        monkeypatch.setattr(file_system, "MIN_DIRECT_BYTES", 4096)
     return str(request.param)
 
 

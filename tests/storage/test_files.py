@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from resumekit.errors import CorruptCheckpointError, SaveError, UnreadableCheckpointError
 from resumekit.storage import (
     BLOCK_BYTES,
-    BlockDigester,
     FileEntry,
     FileReader,
     FileSystem,
@@ -32,7 +31,7 @@ from resumekit.storage import (
     ReadHandle,
     address_of,
 )
-from resumekit.storage.files import FIRST_BYTES
+from resumekit.storage.files import FIRST_BYTES, BlockDigester
 from resumekit.storage.io import pipeline
 
 SIZES = [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES + 12345]

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from resumekit.storage.io.host_memory import ALIGNMENT, HostBuffer, address_of, use_huge_pages
+from resumekit.storage.io.file_system import address_of
+from resumekit.storage.io.pipeline import ALIGNMENT, HostBuffer, use_huge_pages
 
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -53,7 +54,7 @@ def test_a_touched_buffer_is_in_huge_pages() -> None:
 def test_touching_faults_every_page_in_and_changes_none(
     monkeypatch: pytest.MonkeyPatch, populate: int
 ) -> None:
-    monkeypatch.setattr("resumekit.storage.io.host_memory._POPULATE_WRITE", populate)
+    monkeypatch.setattr("resumekit.storage.io.pipeline._POPULATE_WRITE", populate)
     buffer = HostBuffer(3 * ALIGNMENT + 5000)
     before = _mapping(address_of(buffer.view))["Rss"]
     buffer.view[7:9] = b"ab"

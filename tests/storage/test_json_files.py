@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from resumekit.errors import CorruptCheckpointError, UnsupportedValueError
 from resumekit.storage import parse_json
-from resumekit.storage.json_files import seal, unseal
+from resumekit.storage.directories import seal, unseal
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from resumekit.errors import CorruptCheckpointError, FormatVersionError, UnsupportedValueError
 from resumekit.storage import ComponentRecord, FileEntry, Manifest, StepName
-from resumekit.storage.json_files import seal
+from resumekit.storage.directories import seal
 
 MakeManifest = Callable[..., Manifest]
 

@@ -20,7 +20,7 @@ from resumekit.storage import (
     StepName,
     Store,
 )
-from resumekit.storage.json_files import seal
+from resumekit.storage.directories import seal
 
 OpenStore = Callable[..., Store]
 MakeManifest = Callable[..., Manifest]

@@ -11,7 +11,7 @@ from failpoints import FailpointFileSystem, parse_failpoints
 
 from resumekit.errors import SaveError
 from resumekit.storage import LocalFileSystem
-from resumekit.storage.io.syncing import UnsyncedFiles
+from resumekit.storage.io.pipeline import UnsyncedFiles
 
 NUM_FILES = 7
 

@@ -42,7 +42,6 @@ from resumekit.serialization import (
     Deferral,
     LoadMemory,
     StoredSource,
-    index_name,
     read_payload,
     read_sharded,
     stem_of,
@@ -566,11 +565,7 @@ def read_sharded_component(
         CheckpointError: damage, or an I/O error.
         StateMismatchError: it does not fit the live object; found before its tensors are read.
     """
-    indices: tuple[str, ...] = ()
-    if record.pattern == SharingPattern.SHARDED.value:
-        firsts = [group[0] for group in record.groups] or [0]
-        indices = tuple(index_name(first, len(firsts) > 1) for first in firsts)
-    source = StoredSource(reader, record.directory, record.key, indices, record.writers[0])
+    source = StoredSource.of_record(reader, record)
     if live is None:
         return read_sharded(source, lambda state: (), merge=partial(merge_states, None, record.key))
     renames = renames or Renames({})

@@ -23,9 +23,9 @@ from resumekit.errors import ResumekitError, SaveError, SharedDirectoryError
 from resumekit.log import logger
 from resumekit.progress_display import human_bytes
 from resumekit.run.saving.background import Work, add_work
-from resumekit.run.saving.payloads import AnyPayload
 from resumekit.run.saving.processes import Processes
 from resumekit.run.saving.snapshot import Snapshot
+from resumekit.serialization import Payload
 from resumekit.storage import (
     FileEntry,
     Manifest,
@@ -38,7 +38,7 @@ from resumekit.storage import (
     num_threads,
 )
 
-Payloads = Sequence[AnyPayload]
+Payloads = Sequence[Payload]
 
 
 @dataclass

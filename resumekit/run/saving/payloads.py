@@ -20,14 +20,12 @@ from resumekit.run.agreement import ComponentGroups
 from resumekit.serialization import (
     Assignment,
     Choice,
-    ExtraFiles,
     FrozenFiles,
     HolderPositions,
     LocalState,
     Payload,
     Proposal,
     SavePlan,
-    ShardedPayload,
     assign,
     encode_local,
     index_name,
@@ -73,7 +71,7 @@ class ShardPlanner:
         self._layouts: dict[str, Any] = {}  # of the state that the assignments are for
         self._assigned: dict[str, Assignment] = {}
 
-    def payloads(self) -> list[ShardedPayload]:
+    def payloads(self) -> list[Payload]:
         """What this rank is to write. Collective.
 
         Raises:
@@ -99,7 +97,7 @@ class ShardPlanner:
             self._assigned = self._plan(local)
             self._layouts = layouts
         return [
-            ShardedPayload(
+            Payload.of_shards(
                 directory_of(each),
                 self._world.rank,
                 local[key],
@@ -174,8 +172,6 @@ def _plan_within(
 
 # ---------------------------------------------------------------- links to earlier files
 
-AnyPayload = Payload | ShardedPayload | ExtraFiles | FrozenFiles
-
 
 class FrozenLinks:
     """The files of frozen tensors in the last two checkpoints of this launch, on one rank.
@@ -191,7 +187,7 @@ class FrozenLinks:
 
     @contextmanager
     def compared(
-        self, step: int, payloads: Sequence[AnyPayload], *, num_threads: int
+        self, step: int, payloads: Sequence[Payload], *, num_threads: int
     ) -> Iterator[None]:
         """Compares frozen tensors with earlier files during the body, which links equal ones.
 
@@ -235,21 +231,20 @@ class FrozenLinks:
         return name, entry
 
 
-def finish_comparing(payloads: Iterable[AnyPayload]) -> None:
+def finish_comparing(payloads: Iterable[Payload]) -> None:
     """Waits for the comparisons: only then is it known which files need memory."""
     for each in payloads:
         if isinstance(each, FrozenFiles):
             each.finish_comparing()
 
 
-def link(staging: Staging, payloads: Iterable[AnyPayload]) -> None:
+def link(staging: Staging, payloads: Iterable[Payload]) -> None:
     """Links the files that are equal; one that cannot be linked will be written."""
     for each in payloads:
         if isinstance(each, FrozenFiles):
             each.link(staging)
 
 
-def with_frozen(payloads: Sequence[Payload | ShardedPayload | ExtraFiles]) -> list[AnyPayload]:
+def with_frozen(payloads: Sequence[Payload]) -> list[Payload]:
     """The payloads, then the files of their frozen tensors, which are digested meanwhile."""
-    frozen = [each.frozen for each in payloads if not isinstance(each, ExtraFiles)]
-    return [*payloads, *(each for each in frozen if each is not None)]
+    return [*payloads, *(each.frozen for each in payloads if each.frozen is not None)]

@@ -29,7 +29,7 @@ from resumekit.run.saving.payloads import (
     with_frozen,
 )
 from resumekit.run.saving.snapshot import wait_for_gpus
-from resumekit.serialization import ExtraFiles, Payload, ShardedPayload
+from resumekit.serialization import Payload
 from resumekit.state import CaptureReport, SharingPattern, StateComponent
 from resumekit.storage import (
     ComponentRecord,
@@ -203,19 +203,19 @@ class Saver:
         written = self.world.everywhere(write)
         self.world.on_first(lambda: job.commit(entry for files in written for entry in files))
 
-    def _payloads(self) -> list[Payload | ShardedPayload | ExtraFiles]:
+    def _payloads(self) -> list[Payload]:
         wait_for_gpus()  # a state_dict() may read values that another stream still copies
-        encoded: list[Payload | ExtraFiles] = []
+        encoded: list[Payload] = []
         self.world.everywhere(lambda: encoded.extend([*self._encode(), *self._files()]))
         payloads = [*encoded, *self._shard_planner.payloads()]
         wait_for_gpus()  # what a state_dict() has launched; mostly nothing
         return payloads
 
-    def _files(self) -> list[ExtraFiles]:
+    def _files(self) -> list[Payload]:
         if not self.world.is_first:
             return []
         return [
-            ExtraFiles(directory_of(component), self.world.rank, component.files())
+            Payload(directory_of(component), self.world.rank, small_files=component.files())
             for component in self.components
             if component.files is not None
         ]
@@ -233,7 +233,7 @@ class Saver:
                 if directory == component.key:  # alone in its file, where names have no prefix
                     frozen[directory] = component.state.frozen()
         return [
-            Payload(directory, self.world.rank, states, frozen=frozen.get(directory, ()))
+            Payload.of_states(directory, self.world.rank, states, frozen=frozen.get(directory, ()))
             for directory, states in by_directory.items()
         ]
 

@@ -20,7 +20,7 @@ import torch
 
 from resumekit.errors import SaveError
 from resumekit.log import logger
-from resumekit.run.saving.payloads import AnyPayload
+from resumekit.serialization import Payload
 from resumekit.storage import HostBuffer, address_of
 
 
@@ -264,7 +264,7 @@ class Snapshot:
         return 0 if self._buffer is None else self._buffer.num_bytes
 
     @staticmethod
-    def needed_bytes(payloads: Sequence[AnyPayload]) -> int:
+    def needed_bytes(payloads: Sequence[Payload]) -> int:
         """The memory that a copy of them takes up."""
         return sum(each.image_bytes for each in payloads)
 
@@ -285,7 +285,7 @@ class Snapshot:
         """How many bytes more than now a copy of this size will take up."""
         return _with_spare(num_bytes) - self.num_bytes if num_bytes > self.num_bytes else 0
 
-    def take(self, payloads: Sequence[AnyPayload], *, num_threads: int = 1) -> None:
+    def take(self, payloads: Sequence[Payload], *, num_threads: int = 1) -> None:
         """Copies them; the live state may change once this returns.
 
         Args:

@@ -1,23 +1,110 @@
-"""Threads that overlap work on memory (digests, copies) and file I/O with other work.
+"""Threads that overlap I/O with other work, their memory, and files that are synced together.
 
 The ring, the thread that writes and those that sync exist once in a process, are made on first use,
 and are replaced in a forked child, which has neither the threads nor the memory.
+
+Writing or reading with O_DIRECT is about twice as fast to and from huge pages as with pages of
+4 KiB: the kernel pins each page of the memory for each request.
+
+Each sync waits until the disk has emptied its cache, and on a journaling file system for a commit
+of the journal. Syncs that wait at the same time share both.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import mmap
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import partial
 from itertools import cycle, islice
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
-from resumekit.storage.io.host_memory import HostBuffer
+from resumekit.storage.io.file_system import (
+    FileSystem,
+    LocalFileSystem,
+    address_of,
+    libc,
+    save_errors,
+)
+
+ALIGNMENT = 2 << 20  # bytes of a huge page on x86-64, and on arm64 with 4 KiB pages
+MIN_HUGE_BYTES = 1 << 20  # smaller allocations come from memory that is in use again and again
+_PAGE_BYTES = 4096
+_POPULATE_WRITE = 23  # linux/mman.h MADV_POPULATE_WRITE, since Linux 5.14
+_POPULATED_BYTES = 32 << 20  # at a time: mmap.madvise holds the interpreter's lock
+
+
+class HostBuffer:
+    """Private anonymous memory of this process, aligned to 2 MiB, in huge pages where there are.
+
+    It begins as zeros, and takes up memory only where it was touched. A forked child does not have
+    it (MADV_DONTFORK): neither does a fork copy its page tables, nor does a page that is being read
+    into get a second owner. A child that touches ``view`` is killed by SIGSEGV, so code that keeps
+    a buffer drops it in ``os.register_at_fork(after_in_child=...)``.
+
+    Args:
+        num_bytes: the size of ``view``.
+
+    Raises:
+        OSError: ENOMEM, the system grants no such mapping.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        # Not mmap(-1, n) alone: that is a shared mapping, which gets no huge pages.
+        size = -(-num_bytes // ALIGNMENT) * ALIGNMENT + ALIGNMENT
+        self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for name in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            with suppress(OSError, AttributeError):  # a kernel, or a system, without it
+                self._map.madvise(getattr(mmap, name))
+        self._start = -address_of(memoryview(self._map)) % ALIGNMENT
+        self.num_bytes = num_bytes
+        self.view = memoryview(self._map)[self._start : self._start + num_bytes]
+
+    def touch(self) -> None:
+        """Faults all pages in, in place of the first use of each; keeps what they hold."""
+        try:
+            for begin in range(0, self.num_bytes, _POPULATED_BYTES):
+                length = min(_POPULATED_BYTES, self.num_bytes - begin)
+                self._map.madvise(_POPULATE_WRITE, self._start + begin, length)
+        except (OSError, AttributeError):
+            self.view[::_PAGE_BYTES] = self.view[::_PAGE_BYTES].tobytes()
+
+    def release(self) -> None:
+        """Gives the memory back: now, or with the last slice of ``view`` that is still in use."""
+        self.view.release()
+        with suppress(BufferError):
+            self._map.close()
+
+
+def use_huge_pages(memory: memoryview) -> None:
+    """Backs memory that is not touched yet with huge pages, where the system has them.
+
+    Faulting in fresh pages of 4 KiB takes several times as long as a copy into them.
+
+    Args:
+        memory: writable; small memory is left as it is.
+    """
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is None or memory.nbytes < MIN_HUGE_BYTES:
+        return
+    # Rounded outwards: allocations side by side then share huge pages. The owner of the rest of a
+    # page does not notice: only faults to come are affected.
+    address = address_of(memory)
+    begin = address - address % mmap.PAGESIZE
+    length = address - begin + memory.nbytes
+    # A kernel without huge pages refuses; the memory is as good as before.
+    libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), advice)
+
+
+# ---------------------------------------------------------------- threads
 
 _MAX_THREADS = 4  # so many keep the memory of one socket busy
 
@@ -325,3 +412,66 @@ def _replace_after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_replace_after_fork)
+
+
+# ---------------------------------------------------------------- files made durable together
+
+
+class UnsyncedFiles(AbstractContextManager["UnsyncedFiles"]):
+    """Complete files that are still open. As a context manager it syncs them, or closes them.
+
+    No sync is repeated: after a failed one the file is closed.
+
+    Args:
+        file_system: the file system. Others than the local one are called in order, one by one.
+    """
+
+    def __init__(self, file_system: FileSystem) -> None:
+        self._file_system = file_system
+        self._files: dict[int, Path] = {}
+
+    def add(self, handle: int, path: Path) -> None:
+        """Takes over an open file, to which nothing will be written."""
+        self._files[handle] = path
+
+    def sync(self, directories: Iterable[Path] = ()) -> None:
+        """All files and these directories survive a power cut once this returns.
+
+        They are synced in no order.
+
+        Raises:
+            SaveError: names the first file or directory that failed.
+        """
+        files = [partial(self._sync_file, handle) for handle in self._files]
+        calls = [*files, *(partial(self._sync_directory, path) for path in directories)]
+        try:
+            if isinstance(self._file_system, LocalFileSystem):
+                make_at_once(calls)
+            else:
+                for call in calls:
+                    call()
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        """Closes the files; nothing is known about their bytes on the disk."""
+        for handle in list(self._files):
+            del self._files[handle]
+            with suppress(OSError):  # the caller raises the first error
+                self._file_system.close(handle)
+
+    def _sync_file(self, handle: int) -> None:
+        with save_errors(self._files[handle]):
+            self._file_system.fsync(handle)
+            del self._files[handle]
+            self._file_system.close(handle)
+
+    def _sync_directory(self, path: Path) -> None:
+        with save_errors(path):
+            self._file_system.fsync_dir(path)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.sync()
+        else:
+            self.discard()

@@ -66,7 +66,7 @@ class FrozenTensors:
 
 def _files(files_class: type[FrozenFiles], version: int, rank: int) -> FrozenFiles:
     data = hashlib.shake_256(f"{version} {rank}".encode()).digest(_NUM_BYTES)
-    return files_class("model", rank, {"weight": bytes_leaf(data)}, {})
+    return files_class("model", rank, {"weight": bytes_leaf(data)})
 
 
 @lru_cache
