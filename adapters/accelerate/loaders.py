@@ -18,7 +18,7 @@ from resumekit.data import (
 )
 from resumekit.errors import ConfigurationError
 from resumekit.log import logger
-from resumekit.state import ComponentState, Slot, WorldChange
+from resumekit.state import AfterRng, Slot, WorldChange
 
 KEY = f"{Slot.CALLBACKS.value}/loaders"
 
@@ -67,7 +67,7 @@ def _is_skipped(loader: Any) -> bool:
     return by_sampler or by_loader
 
 
-class OtherLoaders(ComponentState):
+class OtherLoaders(AfterRng):
     """The number of iterations and the generators of loaders that no loop draws from.
 
     Both decide the next order. accelerate 1.15 data_loader.py: for several ranks

@@ -1,6 +1,6 @@
 """From the live objects of a training run to states that can be stored, and back.
 
-Every state class inherits ``ComponentState``, which documents the hooks.
+Every state class inherits ``ComponentState``; ``resumekit.state`` documents what it may implement.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from resumekit.capture.components import (
 )
 from resumekit.capture.ddp_buckets import (
     GRADIENT_BUCKETS,
+    GradientBuckets,
     bucket_components,
     buckets_of,
     ddp_around,
 )
 from resumekit.capture.extras import AttributeState, Extras, KnownObjects
 from resumekit.capture.fingerprint import SettingChange, Severity, differences, fingerprint
-from resumekit.capture.fsdp1 import FlatModelState
+from resumekit.capture.fsdp1 import FlatModelState, FlatOptimizerState
 from resumekit.capture.global_rng import (
     PYTHON_WORDS,
     NumpyState,
@@ -54,6 +55,8 @@ from resumekit.capture.optimizer import (
     OptimizerState,
     inherits_load,
     is_host_step,
+    pairs_of,
+    part_of,
     restore_groups,
 )
 from resumekit.capture.optimizer_parameters import (
@@ -61,14 +64,13 @@ from resumekit.capture.optimizer_parameters import (
     parameter_components,
     uncaptured_parameters,
 )
-from resumekit.capture.pipeline_stages import is_same, merge_states, merged_optimizers, part_of
+from resumekit.capture.pipeline_stages import is_same, merge_states, merged_optimizers
 from resumekit.capture.restore import (
     Mismatch,
     Restorer,
     class_name,
     fits,
     is_same_class,
-    pairs_of,
     refuse,
     require_fields,
 )
@@ -113,6 +115,8 @@ __all__ = [
     "AttributeState",
     "Extras",
     "FlatModelState",
+    "FlatOptimizerState",
+    "GradientBuckets",
     "Holder",
     "KnownObjects",
     "Mismatch",

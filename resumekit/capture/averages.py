@@ -19,12 +19,12 @@ from resumekit.capture.restore import (
     require_class,
     require_fields,
 )
-from resumekit.state import ComponentState, Renaming, WorldChange
+from resumekit.state import ComponentState, Renamed, Renaming, WorldChange
 
 _REMEDY = "Build the object as it was when the checkpoint was written"
 
 
-class ObjectState(ComponentState):
+class ObjectState(Renamed):
     """The state of one averaged model, module or user object.
 
     ``AveragedModel`` is stored as its weights and ``n_averaged``; its averaging function is code

@@ -24,7 +24,8 @@ from resumekit.capture.user_state import UserState
 from resumekit.errors import ConfigurationError, StateMismatchError
 from resumekit.serialization import is_sharded, local_part, sharded_like, state_digest
 from resumekit.state import (
-    ComponentState,
+    AfterRng,
+    Renamed,
     Renaming,
     SharingPattern,
     Slot,
@@ -44,7 +45,7 @@ _ZEROS = "zeros"  # steps begin with zeros, which are not stored
 Named = Mapping[str, Tensor]
 
 
-class AccumulatedGradients(ComponentState):
+class AccumulatedGradients(Renamed, AfterRng):
     """This rank's ``.grad`` of some parameters, while training still needs them.
 
     Args:

@@ -23,7 +23,7 @@ from resumekit.capture.restore import (
     state_mismatches,
 )
 from resumekit.serialization import FlatPart, fill, is_sharded, local_part
-from resumekit.state import ComponentState, Renaming, WorldChange
+from resumekit.state import ComponentState, InPlace, Renamed, Renaming, WorldChange
 
 # What torch 2.13 nn/modules/module.py appends to a module's name for get_extra_state.
 _EXTRA_STATE = "_extra_state"
@@ -42,7 +42,7 @@ _MIN_FROZEN_BYTES = 4 << 20
 RANK_BUFFERS = "rank_buffers"
 
 
-class ModelState(ComponentState):
+class ModelState(Renamed, InPlace):
     """The state of a module, independent of its wrappers now and when it was saved.
 
     Only what ``module.state_dict()`` holds is saved; for the rest see ``attribute_components``.
@@ -225,7 +225,7 @@ class NamedTensors(ComponentState):
         return ()
 
 
-class RankBuffers(NamedTensors):
+class RankBuffers(NamedTensors, Renamed):
     """This rank's persistent buffers of a replicated module, by wrapper-free name.
 
     DDP averages gradients, not buffers: the running statistics of a batch norm follow each rank's

@@ -18,7 +18,6 @@ from resumekit.capture.optimizer import OptimizerState
 from resumekit.serialization import is_sharded, local_part
 from resumekit.state import (
     CaptureLine,
-    ComponentState,
     Fidelity,
     SharingPattern,
     Slot,
@@ -71,7 +70,7 @@ def uncaptured_parameters(
         if key in keys:
             continue
         missing = {} if contained is None else contained.missing_of(component.stateful)
-        if isinstance(component.stateful, ComponentState):
+        if isinstance(component.stateful, OptimizerState):
             missing = {**missing, **component.stateful.lost_parameters()}
         if missing:
             names = ", ".join(list(missing)[:3]) + (", .." if len(missing) > 3 else "")
@@ -106,7 +105,7 @@ def _optimizers(components: Iterable[StateComponent]) -> Iterator[StateComponent
 
 def _parameters_of(stateful: Any) -> Named:
     """The parameters of an optimizer by name; empty for one without param groups."""
-    named = stateful.named_parameters() if isinstance(stateful, ComponentState) else None
+    named = stateful.named_parameters() if isinstance(stateful, OptimizerState) else None
     if named is not None:
         return dict(named)
     return {

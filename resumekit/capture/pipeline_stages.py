@@ -34,12 +34,6 @@ def merge_states(live: ComponentState | None, key: str, states: Sequence[Any]) -
     return union(key, states) if result is None else result
 
 
-def part_of(live: ComponentState, state: Any) -> Any:
-    """What the live state holds of a merged one; its ``part_of`` decides where it has one."""
-    part = live.part_of(state)
-    return _entries_of(state, live.state_dict()) if part is None else part
-
-
 def union(where: str, states: Sequence[Any]) -> Any:
     """The union of nested dicts; other values must be equal in all.
 
@@ -82,10 +76,11 @@ def is_same(value: Any, other: Any) -> bool:
     return type(value) is type(other) and bool(value == other)
 
 
-def _entries_of(state: Any, live: Any) -> Any:
+def entries_of(state: Any, live: Any) -> Any:
+    """The entries of a merged state that the live one has."""
     if not isinstance(state, Mapping) or not isinstance(live, Mapping):
         return state
-    return {name: _entries_of(item, live[name]) for name, item in state.items() if name in live}
+    return {name: entries_of(item, live[name]) for name, item in state.items() if name in live}
 
 
 def merged_optimizers(key: str, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

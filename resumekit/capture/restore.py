@@ -15,7 +15,6 @@ from torch import Tensor
 
 from resumekit.errors import StateMismatchError
 from resumekit.serialization import FlatPart, fill, is_sharded, local_part
-from resumekit.state import ComponentState
 
 # A renamed layer keeps most of its name; below this ratio of common characters it is another one.
 _LIKELY_RENAME = 0.5
@@ -290,17 +289,6 @@ def fits(live: Any, saved: Any) -> bool:
         and live.layout == saved.layout
         and is_sharded(live) == is_sharded(saved)
     )
-
-
-def pairs_of(live: ComponentState, state: Any) -> Iterator[tuple[Tensor, Any]]:
-    """Each tensor of a saved state with the live DTensor whose mesh and placements it gets.
-
-    Args:
-        live: the live state; its method ``pairs`` decides where it has one.
-        state: the saved state, its tensors on the meta device.
-    """
-    pairs = live.pairs(state)
-    yield from pairs_in(state, live.state_dict()) if pairs is None else pairs
 
 
 def pairs_in(saved: Any, live: Any) -> Iterator[tuple[Tensor, Any]]:

@@ -27,7 +27,7 @@ from resumekit.data.source import Source
 from resumekit.data.stateful import StatefulSource, restores_itself
 from resumekit.data.stream_objects import LoaderContent
 from resumekit.errors import ConfigurationError, DataPositionError, StateMismatchError
-from resumekit.state import ComponentState, Fidelity, Slot, WorldChange
+from resumekit.state import BeforeSave, Fidelity, Slot, WorldChange
 
 # What one loop draws from.
 Feed: TypeAlias = Source | Zipped
@@ -46,7 +46,7 @@ class EpochUsage(NamedTuple):
     num_left: int | None
 
 
-class DataPosition(ComponentState):
+class DataPosition(BeforeSave):
     """The loaders that the loops opened, by name.
 
     A checkpoint's position is kept until the loop opens the loader of that name.

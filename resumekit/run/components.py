@@ -41,6 +41,7 @@ from resumekit.state import (
     StateComponent,
     Stateful,
     check_components,
+    states_of,
 )
 
 T = TypeVar("T")
@@ -156,8 +157,8 @@ class RunComponents:
         options, given = self._options, {each.key for each in components}
         derived = (*bucket_components(components), *parameter_components(components))
         added = tuple(each for each in derived if each.key not in given)
-        for each in (*components, *self._core):
-            each.state.configure(transient=options.transient, limit_bytes=options.user_state_limit)
+        for user_state in states_of((*components, *self._core), UserState):
+            user_state.configure(options.transient, options.user_state_limit)
         if options.saves_gradients:
             require_gradients(components)
         summed = gradient_components([*components, *added], self.counters.is_within_window)
@@ -337,8 +338,7 @@ class RunComponents:
         return [code for state in self._user_states() for code in state.code]
 
     def _user_states(self) -> list[UserState]:
-        states = (each.stateful for each in self.all)
-        return [each for each in states if isinstance(each, UserState)]
+        return states_of(self.all, UserState)
 
     def _saved_elsewhere(self) -> list[Any]:
         """The objects that other components save."""
@@ -365,8 +365,7 @@ class RunComponents:
 
     def optimizers(self) -> list[Any]:
         """Every optimizer with param groups."""
-        states = (each.stateful for each in self.all if each.slot == Slot.OPTIMIZER.value)
-        given = [each.optimizer for each in states if isinstance(each, OptimizerState)]
+        given = [each.optimizer for each in states_of(self.all, OptimizerState)]
         return [each for each in given if hasattr(each, "param_groups")]
 
     def learning_rates(self) -> list[Any]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from resumekit.errors import DeclarationError, did_you_mean
 from resumekit.state.capture_report import Fidelity, SharingPattern
-from resumekit.state.component_state import ComponentState, Stateful, with_hooks
+from resumekit.state.component_state import ComponentState, Stateful, Unextended
+
+T = TypeVar("T")
 
 
 class Validation(str, Enum):
@@ -93,7 +95,9 @@ class StateComponent:
                 found=f"a {type(self.stateful).__name__} without state_dict and load_state_dict",
                 expected="an object with both",
             )
-        object.__setattr__(self, "state", with_hooks(self.stateful))
+        has_base = isinstance(self.stateful, ComponentState)
+        state = self.stateful if has_base else Unextended(self.stateful)
+        object.__setattr__(self, "state", state)
         if isinstance(self.sharing_pattern, SharingPattern):
             self._check_pattern(self.sharing_pattern)
         if self.fidelity is not Fidelity.EXACT and not self.reason:
@@ -168,3 +172,8 @@ def check_components(components: Iterable[StateComponent]) -> tuple[StateCompone
             )
         seen.add(component.key)
     return resolved
+
+
+def states_of(components: Iterable[StateComponent], kind: type[T]) -> list[T]:
+    """The states of one kind among those of some components."""
+    return [each.stateful for each in components if isinstance(each.stateful, kind)]

@@ -48,9 +48,11 @@ from resumekit.capture.user_state.walk import (
 )
 from resumekit.errors import StateMismatchError
 from resumekit.state import (
+    AfterRng,
+    BeforeSave,
     CaptureLine,
-    ComponentState,
     Fidelity,
+    Renamed,
     Renaming,
     SharingPattern,
     StateComponent,
@@ -84,7 +86,7 @@ class _Changes(NamedTuple):
     problems: dict[str, Problem]
 
 
-class UserState(ComponentState):
+class UserState(Renamed, BeforeSave, AfterRng):
     """What the attributes of a user's objects hold, where it is not what the script made.
 
     The state of the objects when this is made is the baseline. At a save, what differs from it is
@@ -141,7 +143,8 @@ class UserState(ComponentState):
     def _baseline(self) -> tuple[dict[str, Any], ...]:
         return self._first, self._views, self._sorts, self._made, self._known
 
-    def configure(self, *, transient: Collection[str], limit_bytes: int) -> None:
+    def configure(self, transient: Collection[str], limit_bytes: int) -> None:
+        """Takes these options of the run, see ``__init__``."""
         former = self._scope.limit_bytes
         self._scope = _scope(self._scope, transient, limit_bytes)
         if limit_bytes != former:  # what the baseline has of transient paths is not looked at again

@@ -25,6 +25,7 @@ from resumekit.run.saving.payloads import (
     ShardPlanner,
     directory_of,
     finish_comparing,
+    frozen_of,
     link,
     with_frozen,
 )
@@ -231,7 +232,7 @@ class Saver:
                 states = by_directory.setdefault(directory, {})
                 states[component.key] = component.stateful.state_dict()
                 if directory == component.key:  # alone in its file, where names have no prefix
-                    frozen[directory] = component.state.frozen()
+                    frozen[directory] = frozen_of(component)
         return [
             Payload(directory, self.world.rank, states, frozen=frozen.get(directory, ()))
             for directory, states in by_directory.items()

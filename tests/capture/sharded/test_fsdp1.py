@@ -16,12 +16,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from resumekit.capture import (
     ModelState,
     OptimizerState,
+    pairs_of,
     rank_buffer_components,
     require_gradients,
     state_components,
 )
 from resumekit.capture.fsdp1 import FlatModelState, FlatOptimizerState, flat_parts
-from resumekit.capture.restore import pairs_of
 from resumekit.errors import (
     ConfigurationError,
     DeclarationError,
