@@ -8,8 +8,13 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from resumekit.errors import DeclarationError, did_you_mean
-from resumekit.state.capture_report import Fidelity, SharingPattern
-from resumekit.state.component_state import ComponentState, Stateful, Unextended
+from resumekit.state.component_state import (
+    ComponentState,
+    Fidelity,
+    SharingPattern,
+    Stateful,
+    Unextended,
+)
 
 T = TypeVar("T")
 
