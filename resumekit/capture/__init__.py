@@ -5,13 +5,6 @@ Every state class inherits ``ComponentState``; ``resumekit.state`` documents wha
 
 from __future__ import annotations
 
-from resumekit.capture.averages import ObjectState
-from resumekit.capture.components import (
-    attribute_components,
-    rank_buffer_components,
-    registered_components,
-    state_components,
-)
 from resumekit.capture.ddp_buckets import (
     GRADIENT_BUCKETS,
     GradientBuckets,
@@ -19,7 +12,6 @@ from resumekit.capture.ddp_buckets import (
     buckets_of,
     ddp_around,
 )
-from resumekit.capture.extras import AttributeState, Extras, KnownObjects
 from resumekit.capture.fingerprint import SettingChange, Severity, differences, fingerprint
 from resumekit.capture.fsdp1 import FlatModelState, FlatOptimizerState
 from resumekit.capture.global_rng import (
@@ -41,16 +33,27 @@ from resumekit.capture.model import (
     RANK_BUFFERS,
     TRAINED_IN,
     ModelState,
-    frozen_parameters,
-)
-from resumekit.capture.naming import (
     by_class_and_ordinal,
     by_clean_name,
     by_key,
     clean_name,
+    frozen_parameters,
     one_or_named,
     unwrapped,
 )
+from resumekit.capture.nested_state import (
+    Mismatch,
+    Restorer,
+    class_name,
+    fits,
+    is_same,
+    is_same_class,
+    merge_states,
+    merged_optimizers,
+    refuse,
+    require_fields,
+)
+from resumekit.capture.objects import AttributeState, Extras, KnownObjects, ObjectState, ScalerState
 from resumekit.capture.optimizer import (
     OptimizerState,
     inherits_load,
@@ -59,21 +62,6 @@ from resumekit.capture.optimizer import (
     part_of,
     restore_groups,
 )
-from resumekit.capture.optimizer_parameters import (
-    OPTIMIZER_PARAMETERS,
-    parameter_components,
-    uncaptured_parameters,
-)
-from resumekit.capture.pipeline_stages import is_same, merge_states, merged_optimizers
-from resumekit.capture.restore import (
-    Mismatch,
-    Restorer,
-    class_name,
-    fits,
-    is_same_class,
-    refuse,
-    require_fields,
-)
 from resumekit.capture.rng import (
     GENERATOR_TYPES,
     RngState,
@@ -81,9 +69,18 @@ from resumekit.capture.rng import (
     set_generator_state,
     states_of_new_rank,
 )
-from resumekit.capture.scaler import ScalerState
 from resumekit.capture.scheduler import SchedulerState
-from resumekit.capture.slots import is_training, slot_of
+from resumekit.capture.slots import (
+    OPTIMIZER_PARAMETERS,
+    attribute_components,
+    is_training,
+    parameter_components,
+    rank_buffer_components,
+    registered_components,
+    slot_of,
+    state_components,
+    uncaptured_parameters,
+)
 from resumekit.capture.user_state import (
     SCALARS,
     Holder,

@@ -22,8 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from resumekit.capture.gradient_watch import GradientProbe
-from resumekit.capture.model import ModelState
-from resumekit.capture.naming import by_clean_name
+from resumekit.capture.model import ModelState, by_clean_name
 from resumekit.state import (
     AfterResume,
     BeforeSave,

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from resumekit.capture.ddp_buckets import GradientBuckets
 from resumekit.capture.fsdp1 import FlatModelState
 from resumekit.capture.gradient_watch import FlatGradients, GradientWatch, StorageWatch
-from resumekit.capture.model import ModelState, RankBuffers
-from resumekit.capture.naming import by_clean_name
-from resumekit.capture.optimizer_parameters import OptimizerParameters
-from resumekit.capture.restore import Mismatch, fits, refuse, require_fields
+from resumekit.capture.model import ModelState, RankBuffers, by_clean_name
+from resumekit.capture.nested_state import Mismatch, fits, refuse, require_fields
+from resumekit.capture.slots import OptimizerParameters
 from resumekit.capture.user_state import UserState
 from resumekit.errors import ConfigurationError, StateMismatchError
 from resumekit.serialization import is_sharded, local_part, sharded_like, state_digest

@@ -17,17 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from resumekit.capture.naming import parameter_names
-from resumekit.capture.pipeline_stages import entries_of, merged_optimizers, part_of_optimizer
-from resumekit.capture.restore import (
+from resumekit.capture.model import parameter_names
+from resumekit.capture.nested_state import (
     Mismatch,
     Restorer,
     class_name,
     describe,
     description_mismatches,
+    entries_of,
     fits,
+    merged_optimizers,
     paired,
     pairs_in,
+    part_of_optimizer,
     refuse,
     require_class,
     require_fields,

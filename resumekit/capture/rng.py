@@ -22,7 +22,7 @@ from resumekit.capture.global_rng import (
     restore_devices,
     unreadable_accelerator,
 )
-from resumekit.capture.restore import Mismatch, describe, refuse, require_fields
+from resumekit.capture.nested_state import Mismatch, describe, refuse, require_fields
 from resumekit.errors import DeclarationError, StateMismatchError
 from resumekit.state import ComponentState, Fidelity, WorldChange
 

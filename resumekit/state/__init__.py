@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from resumekit.state.component_state import (
+from resumekit.state.component import (
     CLOCK_SUFFIXES,
     AfterResume,
     AfterRng,
@@ -14,13 +14,11 @@ from resumekit.state.component_state import (
     InPlace,
     Renamed,
     SharingPattern,
-    Stateful,
-    WorldChange,
-)
-from resumekit.state.declaration import (
     Slot,
     StateComponent,
+    Stateful,
     Validation,
+    WorldChange,
     check_components,
     states_of,
 )

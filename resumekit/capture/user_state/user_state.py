@@ -13,7 +13,7 @@ from weakref import ReferenceType
 
 from torch import nn
 
-from resumekit.capture.restore import require_fields
+from resumekit.capture.nested_state import require_fields
 from resumekit.capture.user_state.attributes import (
     Holder,
     Role,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from resumekit.capture import ModelState, OptimizerState, part_of
-from resumekit.capture.pipeline_stages import merge_states, union
+from resumekit.capture.nested_state import merge_states, union
 from resumekit.errors import StateMismatchError
 
 
