@@ -24,8 +24,8 @@ from resumekit.capture.global_rng import (
 )
 from resumekit.capture.gradients import (
     AccumulatedGradients,
-    gradient_components,
     gradient_keys,
+    gradient_states,
     require_gradients,
 )
 from resumekit.capture.model import (
@@ -37,6 +37,7 @@ from resumekit.capture.model import (
     by_clean_name,
     by_key,
     clean_name,
+    frozen_of,
     frozen_parameters,
     one_or_named,
     unwrapped,
@@ -148,10 +149,11 @@ __all__ = [
     "fingerprint",
     "fingerprints_of",
     "fits",
+    "frozen_of",
     "frozen_parameters",
     "generator_state",
-    "gradient_components",
     "gradient_keys",
+    "gradient_states",
     "inherits_load",
     "is_code",
     "is_host_step",

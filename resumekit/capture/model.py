@@ -29,7 +29,16 @@ from resumekit.capture.nested_state import (
 )
 from resumekit.errors import ConfigurationError, DeclarationError
 from resumekit.serialization import FlatPart, fill, is_sharded, local_part
-from resumekit.state import ComponentState, InPlace, Renamed, Renaming, Slot, Stateful, WorldChange
+from resumekit.state import (
+    ComponentState,
+    InPlace,
+    Renamed,
+    Renaming,
+    Resplit,
+    Slot,
+    Stateful,
+    WorldChange,
+)
 
 T = TypeVar("T")
 
@@ -340,10 +349,6 @@ class ModelState(Renamed, InPlace):
         """The names of the unsharded buffers."""
         return frozenset(self.unsharded_buffers())
 
-    def frozen(self) -> frozenset[str]:
-        """The names of the parameters without gradients, if they are large together."""
-        return frozenset(frozen_parameters(self.module, self._parts()))
-
     def unsharded_buffers(self) -> dict[str, Tensor]:
         """The live persistent buffers that a replicated module has on each rank."""
         state = self.state_dict()
@@ -366,6 +371,16 @@ class ModelState(Renamed, InPlace):
     def _parts(self) -> Mapping[str, FlatPart]:
         """This rank's range of each parameter that is sharded without a DTensor, by name."""
         return {}
+
+
+def frozen_of(state: ComponentState) -> frozenset[str]:
+    """Names of a model's parameters without gradients, whose file may be an earlier checkpoint's.
+
+    A wrong name costs time and nothing else: a file is shared only if its bytes are the same.
+    """
+    if not isinstance(state, ModelState):
+        return frozenset()
+    return frozenset(frozen_parameters(state.module, state._parts()))
 
 
 def _loads_plainly(module: nn.Module) -> bool:
@@ -459,9 +474,7 @@ class RankBuffers(NamedTensors, Renamed):
         """A checkpoint of one rank has only the buffers of the module."""
         return (f"{self.key}: every rank begins with the buffers that were saved with the module",)
 
-    def resplit_state_dict(
-        self, states: Mapping[int, Mapping[str, Tensor]], change: WorldChange
-    ) -> tuple[Mapping[str, Tensor], tuple[str, ...]]:
+    def resplit_state_dict(self, states: Mapping[int, Any], change: WorldChange) -> Resplit:
         """This rank's buffers in a job with another number of ranks; a new rank gets a copy."""
         source = change.model_rank
         message = f"{self.key}: rank {change.rank} is new, its buffers are those of rank {source}"

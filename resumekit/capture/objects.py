@@ -26,7 +26,7 @@ from resumekit.capture.nested_state import (
 )
 from resumekit.errors import StateMismatchError, UnsupportedValueError
 from resumekit.serialization import StatePath, leaves_of
-from resumekit.state import ComponentState, Renamed, Renaming, Stateful, WorldChange
+from resumekit.state import ComponentState, Renamed, Renaming, Resplit, Stateful, WorldChange
 
 _REMEDY = "Build the object as it was when the checkpoint was written"
 
@@ -95,9 +95,7 @@ class ObjectState(Renamed):
                 restore(live[name], value)
         return self.weights.load_state_dict(state["weights"])
 
-    def resplit_state_dict(
-        self, states: Mapping[int, Any], change: WorldChange
-    ) -> tuple[dict[str, Any], Iterable[str]] | None:
+    def resplit_state_dict(self, states: Mapping[int, Any], change: WorldChange) -> Resplit:
         """Calls the object's own method; None if it has none."""
         if not isinstance(self.given, ComponentState) or self.weights is not None:
             return None

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from resumekit.errors import DeclarationError, InexactError, did_you_mean
 from resumekit.state.renaming import Renaming
@@ -161,6 +161,10 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any) -> Any: ...
 
 
+# The state of a rank and messages about it; None where it cannot be made.
+Resplit: TypeAlias = "tuple[Any, Iterable[str]] | None"
+
+
 class ComponentState:
     """Base class of the state of one component: two methods to write, the others have defaults.
 
@@ -227,9 +231,7 @@ class ComponentState:
         """Dotted names of plain tensors that may differ between ranks; rank 0's are saved."""
         return frozenset()
 
-    def resplit_state_dict(
-        self, states: Mapping[int, Any], change: WorldChange
-    ) -> tuple[Any, Iterable[str]] | None:
+    def resplit_state_dict(self, states: Mapping[int, Any], change: WorldChange) -> Resplit:
         """The state of this rank made from those of another number of ranks.
 
         Args:

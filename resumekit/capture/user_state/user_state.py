@@ -54,6 +54,7 @@ from resumekit.state import (
     Fidelity,
     Renamed,
     Renaming,
+    Resplit,
     SharingPattern,
     StateComponent,
     WorldChange,
@@ -434,9 +435,7 @@ class UserState(Renamed, BeforeSave, AfterRng):
     def start_fresh(self) -> tuple[str, ...]:
         return ()  # a checkpoint without it was written when nothing had changed
 
-    def resplit_state_dict(
-        self, states: Mapping[int, Mapping[str, Any]], change: WorldChange
-    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+    def resplit_state_dict(self, states: Mapping[int, Any], change: WorldChange) -> Resplit:
         return dict(states[change.model_rank]), ()
 
     def after_rng_restore(self) -> None:

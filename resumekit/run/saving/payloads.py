@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from resumekit.capture import FlatOptimizerState, ModelState
+from resumekit.capture import FlatOptimizerState, frozen_of
 from resumekit.distributed import World
 from resumekit.run.agreement import ComponentGroups
 from resumekit.serialization import (
@@ -106,7 +106,7 @@ class ShardPlanner:
                 local[key],
                 self._assigned[key],
                 index_name=index_name(self._group(key).ranks[0], len(self._groups[key]) > 1),
-                frozen=frozen_of(each),
+                frozen=frozen_of(each.state),
             )
             for key, each in self._components.items()
         ]
@@ -171,15 +171,6 @@ def _plan_within(
         )
         for key in keys
     }
-
-
-def frozen_of(component: StateComponent) -> frozenset[str]:
-    """Dotted names of tensors that training does not change; their files may be shared.
-
-    A wrong name costs time and nothing else: a file is shared only if its bytes are the same.
-    """
-    stateful = component.stateful
-    return stateful.frozen() if isinstance(stateful, ModelState) else frozenset()
 
 
 # ---------------------------------------------------------------- links to earlier files
