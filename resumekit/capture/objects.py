@@ -95,7 +95,7 @@ class ObjectState(Renamed):
                 restore(live[name], value)
         return self.weights.load_state_dict(state["weights"])
 
-    def resplit_state_dict(self, states: Mapping[int, Any], change: WorldChange) -> Resplit:
+    def resplit_state_dict(self, states: Mapping[int, Any], change: WorldChange) -> Resplit | None:
         """Calls the object's own method; None if it has none."""
         if not isinstance(self.given, ComponentState) or self.weights is not None:
             return None

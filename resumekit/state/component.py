@@ -161,8 +161,8 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any) -> Any: ...
 
 
-# The state of a rank and messages about it; None where it cannot be made.
-Resplit: TypeAlias = "tuple[Any, Iterable[str]] | None"
+# The state of a rank, and messages about it.
+Resplit: TypeAlias = tuple[Any, Iterable[str]]
 
 
 class ComponentState:
@@ -231,7 +231,7 @@ class ComponentState:
         """Dotted names of plain tensors that may differ between ranks; rank 0's are saved."""
         return frozenset()
 
-    def resplit_state_dict(self, states: Mapping[int, Any], change: WorldChange) -> Resplit:
+    def resplit_state_dict(self, states: Mapping[int, Any], change: WorldChange) -> Resplit | None:
         """The state of this rank made from those of another number of ranks.
 
         Args:
@@ -244,7 +244,11 @@ class ComponentState:
         return None
 
     def merge_state_dicts(self, states: Sequence[Any]) -> Any:
-        """One SHARDED state of those of all process groups; None to merge nested dicts by key."""
+        """One SHARDED state of those of all process groups; None to merge nested dicts by key.
+
+        Of this library's states optimizers alone need it. A state of the user's may: values that
+        differ between groups are refused without it.
+        """
         return None
 
 

@@ -234,8 +234,8 @@ def test_what_cannot_be_saved_is_lost_by_name_and_refused_by_strict(tmp_path: Pa
         def state_dict(self) -> dict[str, torch.Tensor]:
             return {}
 
-        def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-            pass
+        def load_state_dict(self, state: Any) -> tuple[str, ...]:
+            return ()
 
         def lost_parameters(self) -> dict[str, torch.Tensor]:
             return {"group0.param0": torch.ones(1)}
