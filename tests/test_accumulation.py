@@ -21,7 +21,7 @@ from resumekit.adapters.torch import Checkpointer
 from resumekit.capture import (
     AccumulatedGradients,
     ModelState,
-    gradient_components,
+    gradient_states,
     state_components,
 )
 from resumekit.capture.gradients import named_parameters
@@ -365,5 +365,5 @@ def test_every_model_has_its_own_component_and_buffers_have_none() -> None:
     models = {"a": nn.BatchNorm1d(2), "b": nn.Linear(2, 2)}
     components = state_components(model=models, num_ranks=2)
     assert "model/a/rank_buffers" in [each.key for each in components]
-    keys = [each.key for each in gradient_components(components, lambda: True)]
+    keys = [each.key for each in gradient_states(components, lambda: True)]
     assert keys == ["model/a/gradients", "model/b/gradients"]

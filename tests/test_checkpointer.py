@@ -36,7 +36,16 @@ from resumekit.errors import (
     StateMismatchError,
     UnsupportedValueError,
 )
-from resumekit.state import ComponentState, SharingPattern, StateComponent
+from resumekit.state import (
+    AfterResume,
+    AfterRng,
+    BeforeSave,
+    ComponentState,
+    InPlace,
+    Renamed,
+    SharingPattern,
+    StateComponent,
+)
 from resumekit.storage import Store
 from resumekit.tracing import rng_digests
 
@@ -108,7 +117,8 @@ def _unlike_any_hook(self: Any, path: str, *, mode: str) -> list[str]:
 
 
 # A user's object with methods named like every hook of the library, and of another signature.
-HOOKS = {name for name in vars(ComponentState) if not name.startswith("_")}
+BASES = (ComponentState, Renamed, InPlace, BeforeSave, AfterResume, AfterRng)
+HOOKS = {name for base in BASES for name in vars(base) if not name.startswith("_")}
 Everyday: Any = type(
     "Everyday",
     (Counter,),

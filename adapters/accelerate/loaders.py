@@ -18,7 +18,7 @@ from resumekit.data import (
 )
 from resumekit.errors import ConfigurationError
 from resumekit.log import logger
-from resumekit.state import ComponentState, Slot, WorldChange
+from resumekit.state import AfterRng, Resplit, Slot, WorldChange
 
 KEY = f"{Slot.CALLBACKS.value}/loaders"
 
@@ -67,7 +67,7 @@ def _is_skipped(loader: Any) -> bool:
     return by_sampler or by_loader
 
 
-class OtherLoaders(ComponentState):
+class OtherLoaders(AfterRng):
     """The number of iterations and the generators of loaders that no loop draws from.
 
     Both decide the next order. accelerate 1.15 data_loader.py: for several ranks
@@ -103,9 +103,7 @@ class OtherLoaders(ComponentState):
         self._drawn_before = frozenset(map(int, numbers - state["beside"].keys()))
         return ()
 
-    def resplit_state_dict(
-        self, states: Mapping[int, Mapping[str, Any]], change: WorldChange
-    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+    def resplit_state_dict(self, states: Mapping[int, Any], change: WorldChange) -> Resplit:
         """The same rank's; a new rank gets rank 0's, as Accelerate synchronizes them."""
         return dict(states.get(change.rank, states[0])), ()
 

@@ -22,7 +22,7 @@ from resumekit.adapters.lightning._private import (
     strategies,
     trainer_faults,
 )
-from resumekit.adapters.lightning.components import fit_components, prepare, prepare_epoch
+from resumekit.adapters.lightning.fit_components import fit_components, prepare, prepare_epoch
 from resumekit.adapters.lightning.loader import LoaderInStep, refuse
 from resumekit.adapters.lightning.loop_state import LoopState
 from resumekit.errors import ConfigurationError

@@ -39,7 +39,7 @@ from resumekit.adapters.transformers.arguments import (
     saves_each_epoch,
     with_defaults,
 )
-from resumekit.adapters.transformers.components import trainer_components, trainer_settings
+from resumekit.adapters.transformers.trainer_components import trainer_components, trainer_settings
 from resumekit.adapters.transformers.user_state import changed_settings, user_state
 
 if TYPE_CHECKING:

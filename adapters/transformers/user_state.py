@@ -21,7 +21,14 @@ from resumekit.capture import (
     require_fields,
     trained_parameters,
 )
-from resumekit.state import ComponentState, SharingPattern, Slot, StateComponent, WorldChange
+from resumekit.state import (
+    ComponentState,
+    Resplit,
+    SharingPattern,
+    Slot,
+    StateComponent,
+    WorldChange,
+)
 
 # What their Trainers keep between two steps is saved by name, or reported as unknown.
 _OF_TRAINERS = frozenset({"transformers", "trl"})
@@ -220,9 +227,7 @@ class TrlState(ComponentState):
         private.TRL_GENERATED.write(self._trainer, None)
         return (f"the batches that were generated are split in another way now; {_NEW_ONES}",)
 
-    def resplit_state_dict(
-        self, states: Mapping[int, Mapping[str, Any]], change: WorldChange
-    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+    def resplit_state_dict(self, states: Mapping[int, Any], change: WorldChange) -> Resplit:
         """Rank 0's counts; completions of the former ranks are not used."""
         state = dict(states[change.model_rank])
         if state.get(private.TRL_GENERATED.name) is None:

@@ -1,26 +1,19 @@
 """From the live objects of a training run to states that can be stored, and back.
 
-Every state class inherits ``ComponentState``, which documents the hooks.
+Every state class inherits ``ComponentState``; ``resumekit.state`` documents what it may implement.
 """
 
 from __future__ import annotations
 
-from resumekit.capture.averages import ObjectState
-from resumekit.capture.components import (
-    attribute_components,
-    rank_buffer_components,
-    registered_components,
-    state_components,
-)
 from resumekit.capture.ddp_buckets import (
     GRADIENT_BUCKETS,
+    GradientBuckets,
     bucket_components,
     buckets_of,
     ddp_around,
 )
-from resumekit.capture.extras import AttributeState, Extras, KnownObjects
 from resumekit.capture.fingerprint import SettingChange, Severity, differences, fingerprint
-from resumekit.capture.fsdp1 import FlatModelState
+from resumekit.capture.fsdp1 import FlatModelState, FlatOptimizerState
 from resumekit.capture.global_rng import (
     PYTHON_WORDS,
     NumpyState,
@@ -31,8 +24,8 @@ from resumekit.capture.global_rng import (
 )
 from resumekit.capture.gradients import (
     AccumulatedGradients,
-    gradient_components,
     gradient_keys,
+    gradient_states,
     require_gradients,
 )
 from resumekit.capture.model import (
@@ -40,37 +33,35 @@ from resumekit.capture.model import (
     RANK_BUFFERS,
     TRAINED_IN,
     ModelState,
-    frozen_parameters,
-)
-from resumekit.capture.naming import (
     by_class_and_ordinal,
     by_clean_name,
     by_key,
     clean_name,
+    frozen_of,
+    frozen_parameters,
     one_or_named,
     unwrapped,
 )
-from resumekit.capture.optimizer import (
-    OptimizerState,
-    inherits_load,
-    is_host_step,
-    restore_groups,
-)
-from resumekit.capture.optimizer_parameters import (
-    OPTIMIZER_PARAMETERS,
-    parameter_components,
-    uncaptured_parameters,
-)
-from resumekit.capture.pipeline_stages import is_same, merge_states, merged_optimizers, part_of
-from resumekit.capture.restore import (
+from resumekit.capture.nested_state import (
     Mismatch,
     Restorer,
     class_name,
     fits,
+    is_same,
     is_same_class,
-    pairs_of,
+    merge_states,
+    merged_optimizers,
     refuse,
     require_fields,
+)
+from resumekit.capture.objects import AttributeState, Extras, KnownObjects, ObjectState, ScalerState
+from resumekit.capture.optimizer import (
+    OptimizerState,
+    inherits_load,
+    is_host_step,
+    pairs_of,
+    part_of,
+    restore_groups,
 )
 from resumekit.capture.rng import (
     GENERATOR_TYPES,
@@ -79,9 +70,18 @@ from resumekit.capture.rng import (
     set_generator_state,
     states_of_new_rank,
 )
-from resumekit.capture.scaler import ScalerState
 from resumekit.capture.scheduler import SchedulerState
-from resumekit.capture.slots import is_training, slot_of
+from resumekit.capture.slots import (
+    OPTIMIZER_PARAMETERS,
+    attribute_components,
+    is_training,
+    parameter_components,
+    rank_buffer_components,
+    registered_components,
+    slot_of,
+    state_components,
+    uncaptured_parameters,
+)
 from resumekit.capture.user_state import (
     SCALARS,
     Holder,
@@ -113,6 +113,8 @@ __all__ = [
     "AttributeState",
     "Extras",
     "FlatModelState",
+    "FlatOptimizerState",
+    "GradientBuckets",
     "Holder",
     "KnownObjects",
     "Mismatch",
@@ -147,10 +149,11 @@ __all__ = [
     "fingerprint",
     "fingerprints_of",
     "fits",
+    "frozen_of",
     "frozen_parameters",
     "generator_state",
-    "gradient_components",
     "gradient_keys",
+    "gradient_states",
     "inherits_load",
     "is_code",
     "is_host_step",

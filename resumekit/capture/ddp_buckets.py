@@ -22,11 +22,12 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from resumekit.capture.gradient_watch import GradientProbe
-from resumekit.capture.model import ModelState
-from resumekit.capture.naming import by_clean_name
+from resumekit.capture.model import ModelState, by_clean_name
 from resumekit.state import (
-    ComponentState,
+    AfterResume,
+    BeforeSave,
     Fidelity,
+    Renamed,
     Renaming,
     SharingPattern,
     Slot,
@@ -90,7 +91,7 @@ def buckets_of(
     return (component,)
 
 
-class GradientBuckets(ComponentState):
+class GradientBuckets(Renamed, BeforeSave, AfterResume):
     """The state of every DDP module in a model: its buckets, and whether it broadcasts buffers.
 
     Args:

@@ -23,16 +23,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from resumekit.capture.model import ModelState, tying_mismatches
-from resumekit.capture.naming import by_clean_name, clean_name, wrapped_attribute
-from resumekit.capture.optimizer import OptimizerState
-from resumekit.capture.restore import (
+from resumekit.capture.model import (
+    ModelState,
+    by_clean_name,
+    clean_name,
+    tying_mismatches,
+    wrapped_attribute,
+)
+from resumekit.capture.nested_state import (
     describe,
     leaves,
     refuse,
     require_dict,
     state_mismatches,
 )
+from resumekit.capture.optimizer import OptimizerState
 from resumekit.errors import DeclarationError, UnsupportedValueError
 from resumekit.serialization import FlatPart, fill, part_like
 

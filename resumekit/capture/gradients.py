@@ -16,16 +16,17 @@ from torch import Tensor, nn
 from resumekit.capture.ddp_buckets import GradientBuckets
 from resumekit.capture.fsdp1 import FlatModelState
 from resumekit.capture.gradient_watch import FlatGradients, GradientWatch, StorageWatch
-from resumekit.capture.model import ModelState, RankBuffers
-from resumekit.capture.naming import by_clean_name
-from resumekit.capture.optimizer_parameters import OptimizerParameters
-from resumekit.capture.restore import Mismatch, fits, refuse, require_fields
+from resumekit.capture.model import ModelState, RankBuffers, by_clean_name
+from resumekit.capture.nested_state import Mismatch, fits, refuse, require_fields
+from resumekit.capture.slots import OptimizerParameters
 from resumekit.capture.user_state import UserState
 from resumekit.errors import ConfigurationError, StateMismatchError
 from resumekit.serialization import is_sharded, local_part, sharded_like, state_digest
 from resumekit.state import (
-    ComponentState,
+    AfterRng,
+    Renamed,
     Renaming,
+    Resplit,
     SharingPattern,
     Slot,
     StateComponent,
@@ -44,7 +45,7 @@ _ZEROS = "zeros"  # steps begin with zeros, which are not stored
 Named = Mapping[str, Tensor]
 
 
-class AccumulatedGradients(ComponentState):
+class AccumulatedGradients(Renamed, AfterRng):
     """This rank's ``.grad`` of some parameters, while training still needs them.
 
     Args:
@@ -69,6 +70,10 @@ class AccumulatedGradients(ComponentState):
         self._named = named
         self._is_within = is_within
         self._pending: dict[str, Any] = {}  # until after_rng_restore
+
+    def component(self) -> StateComponent:
+        """This state as a component; each rank has its own."""
+        return StateComponent(self.key, self, SharingPattern.PER_RANK, required=False)
 
     @property
     def is_needed(self) -> bool:
@@ -138,9 +143,7 @@ class AccumulatedGradients(ComponentState):
         is_saved = isinstance(state, Mapping) and "gradients" in state
         return {**state, "gradients": renaming.keys(state["gradients"])} if is_saved else state
 
-    def resplit_state_dict(
-        self, states: Mapping[int, Mapping[str, Any]], change: WorldChange
-    ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    def resplit_state_dict(self, states: Mapping[int, Any], change: WorldChange) -> Resplit:
         """The gradients that are equal on all former ranks.
 
         Raises:
@@ -305,10 +308,10 @@ def named_parameters(module: nn.Module) -> Named:
     return by_clean_name(module, dict(module.named_parameters()))
 
 
-def gradient_components(
+def gradient_states(
     components: Iterable[StateComponent], is_within: Callable[[], bool]
-) -> tuple[StateComponent, ...]:
-    """The PER_RANK gradient components of the models and parameters among the components.
+) -> tuple[AccumulatedGradients, ...]:
+    """The gradients of the models and parameters among the components.
 
     Without an all-reduce within the window (``no_sync``) every rank accumulates other gradients.
     Models that keep their gradients elsewhere have none, see ``require_gradients``.
@@ -317,15 +320,14 @@ def gradient_components(
         components: of a run.
         is_within: whether batches were used since the last optimizer step.
     """
-    found: list[StateComponent] = []
+    found: list[AccumulatedGradients] = []
     for component in components:
         stateful = component.stateful
         flat = FlatGradients(stateful.module) if isinstance(stateful, FlatModelState) else None
         named = _named_of(component) if flat is None else flat.named
         if named is not None:
             key = f"{component.key}/{_SUFFIX}"
-            gradients = AccumulatedGradients(named, is_within, key=key, flat=flat)
-            found.append(StateComponent(key, gradients, SharingPattern.PER_RANK, required=False))
+            found.append(AccumulatedGradients(named, is_within, key=key, flat=flat))
     return tuple(found)
 
 

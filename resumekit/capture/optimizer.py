@@ -17,17 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from resumekit.capture.naming import parameter_names
-from resumekit.capture.pipeline_stages import merged_optimizers, part_of_optimizer
-from resumekit.capture.restore import (
+from resumekit.capture.model import parameter_names
+from resumekit.capture.nested_state import (
     Mismatch,
     Restorer,
     class_name,
     describe,
     description_mismatches,
+    entries_of,
     fits,
+    merged_optimizers,
     paired,
     pairs_in,
+    part_of_optimizer,
     refuse,
     require_class,
     require_fields,
@@ -42,7 +44,7 @@ from resumekit.serialization import (
     sharded_like,
     sharded_over,
 )
-from resumekit.state import ComponentState, Renaming
+from resumekit.state import ComponentState, InPlace, Renamed, Renaming
 
 _REMEDY = "Build the optimizer as it was when the checkpoint was written"
 
@@ -53,7 +55,7 @@ NamedParameters = list[tuple[str, Tensor]]
 _MEMBERSHIP = ("params", "param_names")
 
 
-class OptimizerState(ComponentState):
+class OptimizerState(Renamed, InPlace):
     """The state of one optimizer by FQN, without wrapper prefixes.
 
     The saved layout is that of torch's distributed ``get_state_dict``: ``state`` by FQN and
@@ -222,9 +224,9 @@ class OptimizerState(ComponentState):
             return None
         return dict(chain(*self._named_groups()))
 
-    def trained_parameters(self) -> list[Tensor]:
-        """The live parameters that the script passed to the optimizer."""
-        return list((self.named_parameters() or {}).values())
+    def lost_parameters(self) -> Mapping[str, Any]:
+        """Trained parameters that no component of the run can restore."""
+        return {}
 
     def fingerprint(self) -> dict[str, Any]:
         """The class and, for each group, its size and hyperparameters."""
@@ -487,3 +489,22 @@ def _moment(parameter: Tensor, saved: Tensor, *, on_host: bool) -> Tensor:
     device = part.device if on_host else local_part(parameter).device
     made: Tensor = part.to(device)
     return sharded_like(saved, made) if is_sharded(saved) else made
+
+
+def pairs_of(live: ComponentState, state: Any) -> Iterator[tuple[Tensor, Any]]:
+    """Each tensor of a saved state with the live DTensor whose mesh and placements it gets.
+
+    Args:
+        live: the live state; its moments may not exist yet.
+        state: the saved state, its tensors on the meta device.
+    """
+    if isinstance(live, OptimizerState):
+        return live.pairs(state)
+    return pairs_in(state, live.state_dict())
+
+
+def part_of(live: ComponentState, state: Any) -> Any:
+    """What the live state has of a merged one of several pipeline stages."""
+    if isinstance(live, OptimizerState):
+        return live.part_of(state)
+    return entries_of(state, live.state_dict())

@@ -22,9 +22,9 @@ from resumekit.capture.global_rng import (
     restore_devices,
     unreadable_accelerator,
 )
-from resumekit.capture.restore import Mismatch, describe, refuse, require_fields
+from resumekit.capture.nested_state import Mismatch, describe, refuse, require_fields
 from resumekit.errors import DeclarationError, StateMismatchError
-from resumekit.state import ComponentState, Fidelity, WorldChange
+from resumekit.state import ComponentState, Fidelity, Resplit, WorldChange
 
 _REMEDY = "Hand over the same generators under the same names as when the checkpoint was written"
 
@@ -138,9 +138,7 @@ class RngState(ComponentState):
             "and set_rng_state; draw on the CPU instead"
         )
 
-    def resplit_state_dict(
-        self, states: Mapping[int, Mapping[str, Any]], change: WorldChange
-    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+    def resplit_state_dict(self, states: Mapping[int, Any], change: WorldChange) -> Resplit:
         """This rank's state in a job with another number of ranks; a new rank's is derived."""
         if not change.is_new:
             return dict(states[change.rank]), ()

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from resumekit.capture.restore import (
+from resumekit.capture.nested_state import (
     Mismatch,
     Restorer,
     class_name,

@@ -27,7 +27,7 @@ from resumekit.data.source import Source
 from resumekit.data.stateful import StatefulSource, restores_itself
 from resumekit.data.stream_objects import LoaderContent
 from resumekit.errors import ConfigurationError, DataPositionError, StateMismatchError
-from resumekit.state import ComponentState, Fidelity, Slot, WorldChange
+from resumekit.state import BeforeSave, Fidelity, Resplit, Slot, WorldChange
 
 # What one loop draws from.
 Feed: TypeAlias = Source | Zipped
@@ -46,7 +46,7 @@ class EpochUsage(NamedTuple):
     num_left: int | None
 
 
-class DataPosition(ComponentState):
+class DataPosition(BeforeSave):
     """The loaders that the loops opened, by name.
 
     A checkpoint's position is kept until the loop opens the loader of that name.
@@ -282,9 +282,7 @@ class DataPosition(ComponentState):
                 "exclude={'data'}",
             )
 
-    def resplit_state_dict(
-        self, states: Mapping[int, Mapping[str, Any]], change: WorldChange
-    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+    def resplit_state_dict(self, states: Mapping[int, Any], change: WorldChange) -> Resplit:
         for state in states.values():
             self.check_state_dict(state)
         return resplit_positions(states, change)

@@ -20,7 +20,7 @@ from resumekit.capture import (
     OptimizerState,
     UserState,
     bucket_components,
-    gradient_components,
+    gradient_states,
     is_user_object,
     parameter_components,
     require_gradients,
@@ -41,6 +41,7 @@ from resumekit.state import (
     StateComponent,
     Stateful,
     check_components,
+    states_of,
 )
 
 T = TypeVar("T")
@@ -117,7 +118,7 @@ class RunComponents:
             {}, key="data/attributes", grows=True, foreign=weakly(self._objects_of_others, [])
         )
         self._stream_states: dict[frozenset[str], UserState] = {}  # by the objects' names
-        self._gradients: tuple[StateComponent, ...] = ()  # saved where training still needs them
+        self._gradients: tuple[AccumulatedGradients, ...] = ()  # saved where they are needed
         self.variables = LoopVariables(
             options.loop_variables,
             foreign=weakly(self._saved_elsewhere, []),
@@ -156,15 +157,15 @@ class RunComponents:
         options, given = self._options, {each.key for each in components}
         derived = (*bucket_components(components), *parameter_components(components))
         added = tuple(each for each in derived if each.key not in given)
-        for each in (*components, *self._core):
-            each.state.configure(transient=options.transient, limit_bytes=options.user_state_limit)
+        for user_state in states_of((*components, *self._core), UserState):
+            user_state.configure(options.transient, options.user_state_limit)
         if options.saves_gradients:
             require_gradients(components)
-        summed = gradient_components([*components, *added], self.counters.is_within_window)
+        summed = gradient_states([*components, *added], self.counters.is_within_window)
         self._gradients = tuple(each for each in summed if each.key not in given)
-        added += tuple(
-            each for each in self._gradients if options.saves_gradients or each.key in gradients
-        )
+        is_every = options.saves_gradients
+        needed = (each for each in self._gradients if is_every or each.key in gradients)
+        added += tuple(each.component() for each in needed)
         self.all = self._with_option(check_components([*components, *added, *self._core]))
         for leader in (each for each in self._user_states() if each.key in _LEADERS):
             leader.lead(_roots_of(components), weakly(self._code_of_others, []))
@@ -209,9 +210,10 @@ class RunComponents:
         def find() -> list[str]:
             known = {each.key for each in self.all}
             late = [p for p in parameter_components(self.all) if p.key not in known]
-            self._gradients += gradient_components(late, self.counters.is_within_window)
-            found.update({each.key: each for each in (*late, *self._gradients)})
-            needed = (each.key for each in self._gradients if _gradients_of(each).is_needed)
+            self._gradients += gradient_states(late, self.counters.is_within_window)
+            gradients = (each.component() for each in self._gradients)
+            found.update({each.key: each for each in (*late, *gradients)})
+            needed = (each.key for each in self._gradients if each.is_needed)
             return [key for key in (*(each.key for each in late), *needed) if key not in known]
 
         keys = dict.fromkeys(key for keys_of_rank in world.everywhere(find) for key in keys_of_rank)
@@ -251,19 +253,19 @@ class RunComponents:
     def observe_gradients(self) -> None:
         """A step boundary: looks whether the gradients outlive their step."""
         for each in self._gradients:
-            _gradients_of(each).watch.observe()
+            each.watch.observe()
 
     def gradients_resumed(self, restored: Collection[str]) -> None:
         """A checkpoint was loaded: it needed no gradients but those of these keys."""
         for each in self._gradients:
             if self.counters.step and each.key not in restored:
-                _gradients_of(each).watch.inherit()
+                each.watch.inherit()
 
     def gradients_saved(self) -> None:
         """A checkpoint was written; within an accumulation window the gradients outlive it."""
         if not self.counters.is_within_window():
             for each in self._gradients:
-                _gradients_of(each).watch.saved()
+                each.watch.saved()
 
     # ---------------------------------------------------------------- user objects
 
@@ -337,8 +339,7 @@ class RunComponents:
         return [code for state in self._user_states() for code in state.code]
 
     def _user_states(self) -> list[UserState]:
-        states = (each.stateful for each in self.all)
-        return [each for each in states if isinstance(each, UserState)]
+        return states_of(self.all, UserState)
 
     def _saved_elsewhere(self) -> list[Any]:
         """The objects that other components save."""
@@ -365,8 +366,7 @@ class RunComponents:
 
     def optimizers(self) -> list[Any]:
         """Every optimizer with param groups."""
-        states = (each.stateful for each in self.all if each.slot == Slot.OPTIMIZER.value)
-        given = [each.optimizer for each in states if isinstance(each, OptimizerState)]
+        given = [each.optimizer for each in states_of(self.all, OptimizerState)]
         return [each for each in given if hasattr(each, "param_groups")]
 
     def learning_rates(self) -> list[Any]:
@@ -394,8 +394,3 @@ def _roots_of(components: Iterable[StateComponent]) -> dict[str, Holder]:
                 holder = Holder(each, attributes_only=True, lacks_state=lacks_state)
                 found.setdefault(component.key, holder)
     return found
-
-
-def _gradients_of(component: StateComponent) -> AccumulatedGradients:
-    assert isinstance(component.stateful, AccumulatedGradients)
-    return component.stateful

@@ -57,7 +57,7 @@ from resumekit.run.garbage_collector import collector_paused
 from resumekit.run.process_settings import ProcessSettings
 from resumekit.run.progress import OwnLoop
 from resumekit.run.rebindings import Bindings, Rebindings, has_loop, loaders_at, paths_of_loaders
-from resumekit.state import CaptureLine, Fidelity, Slot, WorldChange
+from resumekit.state import CaptureLine, Fidelity, Resplit, Slot, WorldChange
 
 # Plain values: all that is kept of the variables at an epoch's start. The rest is read at the save.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.ndarray, np.generic)
@@ -474,9 +474,7 @@ class LoopVariables(UserState):
         self._saved = dict(state) if self._mode == RESTORE else None
         return ()
 
-    def resplit_state_dict(
-        self, states: Mapping[int, Mapping[str, Any]], change: WorldChange
-    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+    def resplit_state_dict(self, states: Mapping[int, Any], change: WorldChange) -> Resplit:
         """What was the same on the former ranks; values of single ranks have no meaning now."""
         former = states[change.model_rank]
         mine = former["script"]["digests"].items()

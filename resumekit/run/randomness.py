@@ -8,7 +8,7 @@ from typing import Any
 
 from resumekit.capture import RngState, generator_state, set_generator_state
 from resumekit.data import DataPosition, Feed, Source
-from resumekit.state import ComponentState, Fidelity, WorldChange
+from resumekit.state import ComponentState, Fidelity, Resplit, WorldChange
 
 _AT_EPOCH = "at_epoch"
 
@@ -93,9 +93,7 @@ class RandomState(ComponentState):
             set_generator_state(generator, state)
         return messages
 
-    def resplit_state_dict(
-        self, states: Mapping[int, Mapping[str, Any]], change: WorldChange
-    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+    def resplit_state_dict(self, states: Mapping[int, Any], change: WorldChange) -> Resplit:
         """This rank's state in a job of another number of ranks; a new one gets one of its own."""
         if change.is_new:  # its epoch began elsewhere
             states = {rank: _without_epoch(state) for rank, state in states.items()}

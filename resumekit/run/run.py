@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from resumekit.capture import differences, fingerprint, gradient_keys
+from resumekit.capture import GradientBuckets, differences, fingerprint, gradient_keys
 from resumekit.data import EpochUsage, Feed, epoch_usage, saved_batch_size
 from resumekit.distributed import DataRanks, World
 from resumekit.journal import RandomStates
@@ -31,11 +31,11 @@ from resumekit.run.resuming.compatibility import (
     horizon_causes,
 )
 from resumekit.run.resuming.finder import Finder, Found, LoadBuffer, open_store
-from resumekit.run.resuming.loading import Loading, call_everywhere
+from resumekit.run.resuming.loading import Loading
 from resumekit.run.resuming.restore_again import RestoredState
 from resumekit.run.resuming.state_origins import StateOrigins
 from resumekit.run.saving import SaveInFlight, Saver
-from resumekit.state import ComponentState, Slot, StateComponent, Validation
+from resumekit.state import AfterRng, BeforeSave, Slot, StateComponent, Validation, states_of
 from resumekit.storage import Manifest, StepName, Store, holds_only_weights, lineage_of
 from resumekit.tracing import StateEvent, Trace, injected_components, relocated
 
@@ -309,8 +309,8 @@ class Run:
         """Sets the random state, the last act of a resume. A no-op when there is nothing to set."""
         for message in self.rng.restore():
             self.reporter.log(message)
-        for component in self.components:
-            component.state.after_rng_restore()
+        for each in states_of(self.components, AfterRng):
+            each.after_rng_restore()
         if self._resumed_from is not None:
             self.trace_state("resumed", self._resumed_from)
             self._resumed_from = None
@@ -339,7 +339,8 @@ class Run:
             InexactError: ``strict=True`` and a part would not be restored exactly.
             RankDisagreementError: ranks with fewer batches would wait where others save.
         """
-        if any(each.state.requires_equal_batches for each in self.components):
+        buckets = states_of(self.components, GradientBuckets)
+        if any(each.requires_equal_batches for each in buckets):
             self.world.require_equal(
                 "batches of an epoch:",
                 {feed.name: feed.num_batches},
@@ -392,6 +393,10 @@ class Run:
 
     # ---------------------------------------------------------------- saving
 
+    def _before_save(self) -> None:
+        for each in states_of(self.components, BeforeSave):
+            each.before_save()
+
     @collector_paused()
     def save(self, *, in_background: bool) -> None:
         """Saves at this safe point. Collective; no save is in flight.
@@ -400,7 +405,7 @@ class Run:
             in_background: return when all is copied, if the options say so.
         """
         self._add_late_components()
-        call_everywhere(self.world, self.components, ComponentState.before_save)
+        self.world.everywhere(self._before_save)
         self._replicas.check_before_save()
         message = self.journal.at_save(self.counters.step, self.counters.progress.micro_step)
         messages = self.counters.fold(self.world, self._data_ranks, message)

@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
-from resumekit.state.capture_report import CaptureLine, CaptureReport, Fidelity, SharingPattern
-from resumekit.state.component_state import CLOCK_SUFFIXES, ComponentState, Stateful
-from resumekit.state.components import Slot, StateComponent, Validation, check_components
+from resumekit.state.component import (
+    CLOCK_SUFFIXES,
+    AfterResume,
+    AfterRng,
+    BeforeSave,
+    CaptureLine,
+    CaptureReport,
+    ComponentState,
+    Fidelity,
+    InPlace,
+    Renamed,
+    Resplit,
+    SharingPattern,
+    Slot,
+    StateComponent,
+    Stateful,
+    Validation,
+    WorldChange,
+    check_components,
+    states_of,
+)
 from resumekit.state.renaming import Renaming, common_prefix_change, nearest_prefixes
-from resumekit.state.world_change import WorldChange
 
 __all__ = [
     "CLOCK_SUFFIXES",
+    "AfterResume",
+    "AfterRng",
+    "BeforeSave",
     "CaptureLine",
     "CaptureReport",
     "ComponentState",
     "Fidelity",
+    "InPlace",
+    "Renamed",
     "Renaming",
+    "Resplit",
     "SharingPattern",
     "Slot",
     "StateComponent",
@@ -24,4 +47,5 @@ __all__ = [
     "check_components",
     "common_prefix_change",
     "nearest_prefixes",
+    "states_of",
 ]

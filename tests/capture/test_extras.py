@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from resumekit.capture import AttributeState, Extras
-from resumekit.capture.extras import KnownObjects
+from resumekit.capture.objects import KnownObjects
 from resumekit.errors import StateMismatchError, UnsupportedValueError
 from resumekit.state import ComponentState
 

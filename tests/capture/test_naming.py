@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from resumekit.capture.naming import clean_name, clean_names, parameter_names, unwrapped
+from resumekit.capture.model import clean_name, clean_names, parameter_names, unwrapped
 from resumekit.errors import ConfigurationError
 
 

@@ -15,13 +15,13 @@ from resumekit import Checkpointer as BaseCheckpointer
 from resumekit import StateComponent
 from resumekit.adapters.torch import Checkpointer
 from resumekit.capture import (
+    OptimizerState,
     parameter_components,
     registered_components,
     state_components,
     uncaptured_parameters,
 )
 from resumekit.errors import InexactError, StateMismatchError
-from resumekit.state import ComponentState
 
 
 class Partial(nn.Linear):
@@ -228,14 +228,14 @@ def test_an_optimizer_that_nothing_names_is_saved_too(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_saved_is_lost_by_name_and_refused_by_strict(tmp_path: Path) -> None:
-    class Flattening(ComponentState):
+    class Flattening(OptimizerState):
         """Its optimizer trains a flat copy of the parameters."""
 
         def state_dict(self) -> dict[str, torch.Tensor]:
             return {}
 
-        def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-            pass
+        def load_state_dict(self, state: Any) -> tuple[str, ...]:
+            return ()
 
         def lost_parameters(self) -> dict[str, torch.Tensor]:
             return {"group0.param0": torch.ones(1)}
@@ -246,7 +246,7 @@ def test_what_cannot_be_saved_is_lost_by_name_and_refused_by_strict(tmp_path: Pa
     model = nn.Linear(2, 1)
     components = [
         StateComponent("model", model),
-        StateComponent("optimizer", Flattening()),
+        StateComponent("optimizer", Flattening(SGD([torch.ones(1)]), {})),
     ]
     (line,) = uncaptured_parameters(components)
     assert "group0.param0" in str(line)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.amp import GradScaler
 
-from resumekit.capture.scaler import ScalerState
+from resumekit.capture.objects import ScalerState
 from resumekit.errors import StateMismatchError
 
 

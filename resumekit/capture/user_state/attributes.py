@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from resumekit.capture.naming import unwrapped, wrapped_attribute
-from resumekit.capture.restore import class_name
+from resumekit.capture.model import unwrapped, wrapped_attribute
+from resumekit.capture.nested_state import class_name
 from resumekit.capture.user_state.library_attributes import attributes_set_by
 from resumekit.capture.user_state.value_types import (
     LIBRARIES,

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from resumekit.capture.restore import Restorer, class_name, describe, fits, is_same_class
+from resumekit.capture.nested_state import Restorer, class_name, describe, fits, is_same_class
 from resumekit.capture.rng import new_generator, set_generator_state
 from resumekit.capture.user_state.attributes import Role, ValueSlot
 from resumekit.capture.user_state.digests import gradient_of, reduced

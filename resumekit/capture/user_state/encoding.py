@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from resumekit.capture.restore import class_name, describe, fits, is_same_class
+from resumekit.capture.nested_state import class_name, describe, fits, is_same_class
 from resumekit.capture.rng import generator_state, new_generator
 from resumekit.capture.user_state.attributes import OF_TORCH, Role, ValueSlot, without_wrappers
 from resumekit.capture.user_state.digests import (

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from resumekit.capture.naming import modules_in
+from resumekit.capture.model import modules_in
 from resumekit.capture.user_state.attributes import Holder, registered, tensors_in_state_dict
 from resumekit.capture.user_state.value_types import (
     Kind,

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from resumekit.capture.restore import describe
+from resumekit.capture.nested_state import describe
 from resumekit.errors import StateMismatchError
 from resumekit.serialization import fill
 

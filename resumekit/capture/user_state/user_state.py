@@ -13,7 +13,7 @@ from weakref import ReferenceType
 
 from torch import nn
 
-from resumekit.capture.restore import require_fields
+from resumekit.capture.nested_state import require_fields
 from resumekit.capture.user_state.attributes import (
     Holder,
     Role,
@@ -48,10 +48,13 @@ from resumekit.capture.user_state.walk import (
 )
 from resumekit.errors import StateMismatchError
 from resumekit.state import (
+    AfterRng,
+    BeforeSave,
     CaptureLine,
-    ComponentState,
     Fidelity,
+    Renamed,
     Renaming,
+    Resplit,
     SharingPattern,
     StateComponent,
     WorldChange,
@@ -84,7 +87,7 @@ class _Changes(NamedTuple):
     problems: dict[str, Problem]
 
 
-class UserState(ComponentState):
+class UserState(Renamed, BeforeSave, AfterRng):
     """What the attributes of a user's objects hold, where it is not what the script made.
 
     The state of the objects when this is made is the baseline. At a save, what differs from it is
@@ -141,7 +144,8 @@ class UserState(ComponentState):
     def _baseline(self) -> tuple[dict[str, Any], ...]:
         return self._first, self._views, self._sorts, self._made, self._known
 
-    def configure(self, *, transient: Collection[str], limit_bytes: int) -> None:
+    def configure(self, transient: Collection[str], limit_bytes: int) -> None:
+        """Takes these options of the run, see ``__init__``."""
         former = self._scope.limit_bytes
         self._scope = _scope(self._scope, transient, limit_bytes)
         if limit_bytes != former:  # what the baseline has of transient paths is not looked at again
@@ -431,9 +435,7 @@ class UserState(ComponentState):
     def start_fresh(self) -> tuple[str, ...]:
         return ()  # a checkpoint without it was written when nothing had changed
 
-    def resplit_state_dict(
-        self, states: Mapping[int, Mapping[str, Any]], change: WorldChange
-    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+    def resplit_state_dict(self, states: Mapping[int, Any], change: WorldChange) -> Resplit:
         return dict(states[change.model_rank]), ()
 
     def after_rng_restore(self) -> None:

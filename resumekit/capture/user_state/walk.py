@@ -15,7 +15,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from resumekit.capture.restore import class_name
+from resumekit.capture.nested_state import class_name
 from resumekit.capture.user_state.attributes import (
     Holder,
     Role,

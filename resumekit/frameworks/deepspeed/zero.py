@@ -41,6 +41,7 @@ from resumekit.frameworks.deepspeed._private import (
     comm,
 )
 from resumekit.serialization import WHOLE, FlatPart, local_part, part_like
+from resumekit.state import AfterResume
 
 _LOWER = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _PARTITIONING = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3, BF16_Optimizer)
@@ -157,7 +158,7 @@ def _own_elements(parameter: Any) -> tuple[int, int]:
     return begin, min(size, parameter.ds_numel - begin)
 
 
-class ZeroModelState(FlatModelState):
+class ZeroModelState(FlatModelState, AfterResume):
     """The module under ZeRO: trained parameters as fp32 weights, everything else as it is.
 
     In bf16 and fp16 the module's own weights are the rounded fp32 ones. ``after_resume``, which is
@@ -197,14 +198,14 @@ class ZeroModelState(FlatModelState):
             zero.update_lp_params()
         return ()
 
-    def state_and_copies(self) -> dict[str, Any]:
+    def comparable_state(self) -> dict[str, Any]:
         """The state, and the module's weights of this rank, which may be rounded.
 
         At stage 3 this rank's partitions: a forward pass gathers the others, or frees them.
         """
         raw = self.module.named_parameters()
         partitions = {name: getattr(each, "ds_tensor", each).data for name, each in raw}
-        return {"state": self.state_dict(), "partitions": partitions}
+        return {**self.state_dict(), "weights of this rank": partitions}
 
     def fingerprint(self) -> dict[str, Any]:
         """As of a plain module; in bf16 and fp16 also which tensors stay in fp32."""
@@ -287,10 +288,6 @@ class ZeroOptimizerState(OptimizerState):
         self.optimizer.state.update(restored)
         self._link()
         return ()
-
-    def trained_parameters(self) -> list[Tensor]:
-        """The module's parameters, not their fp32 weights."""
-        return [parameter for parameter, _ in _trained(self._engine.optimizer)]
 
     def named_parameters(self) -> dict[str, Tensor]:
         """The fp32 weights of the parameters that are not in the module."""

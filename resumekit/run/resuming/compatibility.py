@@ -17,7 +17,7 @@ from resumekit.capture import (
 from resumekit.errors import DriftError, StateMismatchError
 from resumekit.run.agreement import ComponentGroups
 from resumekit.run.options import Options, names_component
-from resumekit.state import Slot, StateComponent
+from resumekit.state import Slot, StateComponent, states_of
 from resumekit.storage import Manifest
 
 # A run that turns AMP on continues with a fresh scaler rather than not at all; a message says so.
@@ -211,9 +211,8 @@ def accept_drift(
         and not names_component(options.exclude, key)
     ]
     if "horizon" in options.allow_changes:
-        for component in components:
-            if isinstance(component.stateful, SchedulerState):
-                component.stateful.keep_horizon = True
+        for scheduler in states_of(components, SchedulerState):
+            scheduler.keep_horizon = True
     elif refused:
         raise DriftError(
             "horizon",

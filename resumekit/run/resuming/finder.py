@@ -47,7 +47,8 @@ from resumekit.serialization import (
     stem_of,
 )
 from resumekit.state import (
-    ComponentState,
+    InPlace,
+    Renamed,
     Renaming,
     SharingPattern,
     Slot,
@@ -140,14 +141,17 @@ class Renames:
         Raises:
             StateMismatchError: names have no partner after the change.
         """
-        saved = component.state.entries(state)
+        stateful = component.stateful
+        if not isinstance(stateful, Renamed):
+            return state
+        saved = stateful.entries(state)
         if saved is not None:
-            live = component.state.entries(component.state.state_dict()) or {}
+            live = stateful.entries(stateful.state_dict()) or {}
             renaming = self._change(component.key, saved.keys(), live.keys())
         else:
             renaming = self._of_owner(component)
         try:
-            return state if renaming is None else component.state.renamed(state, renaming)
+            return state if renaming is None else stateful.renamed(state, renaming)
         except (AttributeError, LookupError, TypeError, ValueError):
             return state  # damaged: its component says in which way when it checks the state
 
@@ -509,10 +513,9 @@ class Finder:
     ) -> Deferral:
         """Which tensors have live ones that they are copied into, and memory for them."""
         live = {
-            component.key: component.state.live_tensors
+            component.key: component.stateful.live_tensors
             for component in self.components
-            if component.key not in former
-            and component.state.overrides(ComponentState.live_tensors)
+            if component.key not in former and isinstance(component.stateful, InPlace)
         }
         stems = {
             stem_of(*source, is_frozen=is_frozen)

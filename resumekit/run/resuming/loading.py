@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,15 @@ from resumekit.run.resuming.compatibility import (
 )
 from resumekit.run.resuming.finder import Found, models_first
 from resumekit.run.resuming.state_origins import StateOrigins
-from resumekit.state import ComponentState, SharingPattern, Slot, StateComponent, WorldChange
+from resumekit.state import (
+    AfterResume,
+    InPlace,
+    SharingPattern,
+    Slot,
+    StateComponent,
+    WorldChange,
+    states_of,
+)
 from resumekit.storage import ComponentRecord
 
 # The order of a restore. The progress comes before it, as soon as the checkpoint is found; the data
@@ -264,7 +272,7 @@ class Loading:
         """
         self.world.everywhere(self._check_states)
         notes = self.world.everywhere(self._restore)
-        after = call_everywhere(self.world, self.components, ComponentState.after_resume)
+        after = _after_resume(self.world, self.components)
         return (*self._start_fresh(fresh), *notes[0], *after)
 
     def load_weights(self) -> None:
@@ -304,8 +312,7 @@ class Loading:
     def _load_found(self) -> None:
         self.world.everywhere(self._check_states)
         self.world.everywhere(self._restore)
-        loaded = [each for each in self.components if each.key in self.found.states]
-        call_everywhere(self.world, loaded, ComponentState.after_resume)
+        _after_resume(self.world, (e for e in self.components if e.key in self.found.states))
 
     def _check_states(self) -> None:
         """Lets every component refuse its state before any of them loads. Changes nothing."""
@@ -319,11 +326,13 @@ class Loading:
         given = [each for each in self.components if each.key in states and each.slot in order]
         notes: list[str] = []
         for component in sorted(given, key=lambda each: order.index(each.slot)):
-            key, live = component.key, component.state.live_tensors
-            state = self.found.deferral.complete(key, states[key], live)
+            key, stateful = component.key, component.stateful
+            state = states[key]
+            if isinstance(stateful, InPlace):
+                state = self.found.deferral.complete(key, state, stateful.live_tensors)
             if state is not states[key]:  # built again from the names of the file
                 state = self.found.renames.of(component, state)
-            notes += _words(component.stateful.load_state_dict(state))
+            notes += _words(stateful.load_state_dict(state))
         return notes
 
     def _start_fresh(self, keys: Sequence[str]) -> list[str]:
@@ -343,21 +352,12 @@ def _words(returned: Any) -> list[str]:
     return [each for each in returned if isinstance(each, str)] if is_ours else []
 
 
-def call_everywhere(
-    world: World,
-    components: Sequence[StateComponent],
-    hook: Callable[[ComponentState], Iterable[str] | None],
-) -> tuple[str, ...]:
-    """Calls a method of the components that override it; gives rank 0's messages. Collective.
-
-    Without such a component there is no collective.
-    """
-    states = [each.state for each in components if each.state.overrides(hook)]
+def _after_resume(world: World, components: Iterable[StateComponent]) -> tuple[str, ...]:
+    """Completes a load; gives rank 0's messages. Collective, where a component asks for it."""
+    states = states_of(components, AfterResume)
     if not states:
         return ()
-    return world.everywhere(
-        lambda: tuple(note for state in states for note in getattr(state, hook.__name__)() or ())
-    )[0]
+    return world.everywhere(lambda: tuple(n for each in states for n in each.after_resume()))[0]
 
 
 def _resplit(

@@ -15,11 +15,11 @@ from resumekit.errors import StateMismatchError, UnsupportedValueError
 from resumekit.run.resuming.finder import Finder
 from resumekit.run.resuming.loading import Loading
 from resumekit.serialization import state_digest
-from resumekit.state import ComponentState, Slot, StateComponent
+from resumekit.state import AfterRng, ComponentState, Slot, StateComponent
 from resumekit.storage import StepName
 
 # What a script can change. The position in the data and the random state follow at the first fetch,
-# and so does all state whose component has ``after_rng_restore``.
+# and so does all state that is ``AfterRng``.
 _SLOTS = frozenset(
     {
         Slot.MODEL.value,
@@ -64,7 +64,7 @@ class RestoredState:
             for each in loading.components
             if each.key in found.states
             and each.slot in _SLOTS
-            and not each.state.overrides(ComponentState.after_rng_restore)
+            and not isinstance(each.stateful, AfterRng)
         ]
         self._digests = self._digest()
         self._given: dict[str, Any] = {}
@@ -154,7 +154,7 @@ class RestoredState:
 
 def _digest_of(state: ComponentState) -> str | None:
     try:
-        return state_digest(state.state_and_copies())
+        return state_digest(state.comparable_state())
     except UnsupportedValueError:
         return None
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from resumekit.capture import FlatOptimizerState, frozen_of
 from resumekit.distributed import World
 from resumekit.run.agreement import ComponentGroups
 from resumekit.serialization import (
@@ -30,7 +31,7 @@ from resumekit.serialization import (
     encode_local,
     index_name,
 )
-from resumekit.state import ComponentState, SharingPattern, Slot, StateComponent
+from resumekit.state import SharingPattern, Slot, StateComponent
 from resumekit.storage import FileEntry, RetentionPolicy, Staging, StepName
 
 # These have a folder of their own, readable by stock tools; the rest goes into one file a rank.
@@ -103,7 +104,7 @@ class ShardPlanner:
                 local[key],
                 self._assigned[key],
                 index_name=index_name(self._group(key).ranks[0], len(self._groups[key]) > 1),
-                frozen=each.state.frozen(),
+                frozen=frozen_of(each.state),
             )
             for key, each in self._components.items()
         ]
@@ -111,9 +112,9 @@ class ShardPlanner:
     def _join_outlines(self) -> None:
         """Lets components whose state has holes on each rank know of the others'. Collective."""
         holed = {
-            key: each.state
+            key: each.stateful
             for key, each in self._components.items()
-            if each.state.overrides(ComponentState.outline)
+            if isinstance(each.stateful, FlatOptimizerState)
         }
         if holed:
             outlines = self._world.everywhere(
@@ -171,6 +172,7 @@ def _plan_within(
 
 
 # ---------------------------------------------------------------- links to earlier files
+
 
 
 class FrozenLinks:

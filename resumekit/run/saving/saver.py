@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
+from resumekit.capture import frozen_of
 from resumekit.distributed import World
 from resumekit.errors import ResumekitError
 from resumekit.progress_display import show_progress
@@ -231,7 +232,7 @@ class Saver:
                 states = by_directory.setdefault(directory, {})
                 states[component.key] = component.stateful.state_dict()
                 if directory == component.key:  # alone in its file, where names have no prefix
-                    frozen[directory] = component.state.frozen()
+                    frozen[directory] = frozen_of(component.state)
         return [
             Payload.of_states(directory, self.world.rank, states, frozen=frozen.get(directory, ()))
             for directory, states in by_directory.items()

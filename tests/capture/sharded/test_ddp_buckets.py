@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from resumekit.capture.ddp_buckets import GradientBuckets, bucket_components
-from resumekit.capture.naming import clean_names
+from resumekit.capture.model import clean_names
 from resumekit.state import Fidelity, StateComponent, common_prefix_change
 
 

@@ -16,12 +16,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from resumekit.capture import (
     ModelState,
     OptimizerState,
+    frozen_of,
+    pairs_of,
     rank_buffer_components,
     require_gradients,
     state_components,
 )
 from resumekit.capture.fsdp1 import FlatModelState, FlatOptimizerState, flat_parts
-from resumekit.capture.restore import pairs_of
 from resumekit.errors import (
     ConfigurationError,
     DeclarationError,
@@ -106,9 +107,9 @@ def test_frozen_parameters_are_as_large_as_those_of_all_ranks(width: int) -> Non
     # A third of 4.8 MB is below the 4 MiB from which frozen parameters have files of their own.
     bare = nn.Sequential(nn.Linear(width, width).requires_grad_(False), nn.Linear(width, 2))
     expected = frozenset({"0.weight", "0.bias"} if width == 1100 else ())
-    assert ModelState(bare).frozen() == expected
+    assert frozen_of(ModelState(bare)) == expected
     bare[0], bare[1] = flattened(bare[0]), flattened(bare[1])
-    assert FlatModelState(bare).frozen() == expected
+    assert frozen_of(FlatModelState(bare)) == expected
 
 
 def test_a_whole_state_is_loaded_into_the_shard_that_the_optimizer_steps_on() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from resumekit.capture import ModelState, OptimizerState
-from resumekit.capture.pipeline_stages import merge_states, part_of, union
+from resumekit.capture import ModelState, OptimizerState, part_of
+from resumekit.capture.nested_state import merge_states, union
 from resumekit.errors import StateMismatchError
 
 

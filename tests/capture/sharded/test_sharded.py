@@ -18,12 +18,12 @@ from resumekit import Checkpointer
 from resumekit.capture import (
     ModelState,
     OptimizerState,
+    pairs_of,
     parameter_components,
     rank_buffer_components,
     require_gradients,
     state_components,
 )
-from resumekit.capture.restore import pairs_of
 from resumekit.errors import ConfigurationError, StateMismatchError
 from resumekit.state import SharingPattern, StateComponent
 

@@ -1,4 +1,4 @@
-"""User values and objects, and state of framework objects that has no state_dict."""
+"""States of objects with state_dict: averages, gradient scalers, extras, frameworks' objects."""
 
 from __future__ import annotations
 
@@ -10,19 +10,181 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
-from resumekit.capture.restore import (
+from resumekit.capture.model import ModelState
+from resumekit.capture.nested_state import (
     Mismatch,
     Restorer,
     class_name,
     describe,
+    fits,
     refuse,
+    require_class,
     require_fields,
 )
 from resumekit.errors import StateMismatchError, UnsupportedValueError
 from resumekit.serialization import StatePath, leaves_of
-from resumekit.state import ComponentState, Stateful
+from resumekit.state import ComponentState, Renamed, Renaming, Resplit, Stateful, WorldChange
+
+_REMEDY = "Build the object as it was when the checkpoint was written"
+
+
+class ObjectState(Renamed):
+    """The state of one averaged model, module or user object.
+
+    ``AveragedModel`` is stored as its weights and ``n_averaged``; its averaging function is code
+    of the script. A module is stored like a model. Any other object gives its own state.
+
+    Args:
+        given: an ``AveragedModel``, a module, or an object with ``state_dict`` and
+            ``load_state_dict``.
+        key: the component's key, for errors.
+    """
+
+    def __init__(self, given: Any, *, key: str = "ema") -> None:
+        self.given = given
+        self.key = key
+        weights = given.module if isinstance(given, AveragedModel) else given
+        self.weights = ModelState(weights, key=key) if isinstance(weights, nn.Module) else None
+
+    def live_objects(self) -> tuple[Any, ...]:
+        return (self.given,)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The live values, not copies."""
+        if self.weights is None:
+            return {"class": class_name(self.given), "opaque": self.given.state_dict()}
+        return {"weights": self.weights.state_dict(), "counters": self._counters()}
+
+    def replicated_state(self) -> dict[str, Any]:
+        """Of a module the parameters, else everything."""
+        if self.weights is None:
+            return self.state_dict()
+        return {"weights": self.weights.replicated_state(), "counters": self._counters()}
+
+    def check_state_dict(self, state: Any) -> None:
+        """Refuses weights that do not fit (see ``ModelState``), and the state of another class."""
+        if self.weights is None:
+            require_fields(self.key, state, {"class": str, "opaque": object})
+            require_class(self.key, state["class"], self.given, remedy=_REMEDY)
+            return
+        require_fields(self.key, state, {"weights": dict, "counters": dict})
+        self.weights.check_state_dict(state["weights"])
+        saved, live = state["counters"], self._counters()
+        refuse(
+            self.key,
+            [
+                Mismatch(name, describe(saved.get(name)), f"{describe(value)}, as in this run")
+                for name, value in live.items()
+                if not fits(value, saved.get(name))
+            ],
+            remedy=_REMEDY,
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Copies every value into the live objects."""
+        if self.weights is None:
+            self.given.load_state_dict(Restorer()(None, state["opaque"]))
+            return ()
+        live = self._counters()
+        restore = Restorer()
+        for name, value in state["counters"].items():
+            if name in live:
+                restore(live[name], value)
+        return self.weights.load_state_dict(state["weights"])
+
+    def resplit_state_dict(self, states: Mapping[int, Any], change: WorldChange) -> Resplit | None:
+        """Calls the object's own method; None if it has none."""
+        if not isinstance(self.given, ComponentState) or self.weights is not None:
+            return None
+        opaque = {rank: each["opaque"] for rank, each in states.items()}
+        resplit = self.given.resplit_state_dict(opaque, change)
+        if resplit is None:
+            return None
+        state, messages = resplit
+        return {"class": class_name(self.given), "opaque": state}, messages
+
+    def entries(self, state: Any) -> Mapping[str, Any] | None:
+        """The weights of a module."""
+        given = state.get("weights") if isinstance(state, Mapping) else None
+        return given if self.weights is not None and isinstance(given, Mapping) else None
+
+    def renamed(self, state: Any, renaming: Renaming) -> Any:
+        weights = self.entries(state)
+        return state if weights is None else {**state, "weights": renaming.keys(weights)}
+
+    def first_rank_only(self) -> frozenset[str]:
+        """The unsharded buffers of a module."""
+        names = frozenset() if self.weights is None else self.weights.first_rank_only()
+        return frozenset(f"weights.{name}" for name in names)
+
+    def _counters(self) -> dict[str, Any]:
+        """How many models were averaged; empty for other objects."""
+        if not isinstance(self.given, AveragedModel):
+            return {}
+        return {"n_averaged": self.given.n_averaged}
+
+
+# ---------------------------------------------------------------- gradient scalers
+
+
+class ScalerState(ComponentState):
+    """The state of a ``torch.amp.GradScaler`` or of any object with its methods.
+
+    Where the checkpoint has no scaler or a disabled one, the live one keeps its initial state, and
+    that is reported.
+
+    Args:
+        scaler: the scaler, enabled or not.
+        key: the component's key, for errors.
+    """
+
+    def __init__(self, scaler: Any, *, key: str = "grad_scaler") -> None:
+        self.scaler = scaler
+        self.key = key
+
+    def live_objects(self) -> tuple[Any, ...]:
+        return (self.scaler,)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scaler's own state; its values are empty when it is disabled."""
+        return {"class": class_name(self.scaler), "values": self.scaler.state_dict()}
+
+    def check_state_dict(self, state: Any) -> None:
+        """Refuses a state that lacks values of an enabled scaler."""
+        require_fields(self.key, state, {"values": dict})
+        live, saved = self.scaler.state_dict(), state["values"]
+        absent = [name for name in live if name not in saved] if saved else []
+        refuse(
+            self.key,
+            [Mismatch(name, "not in the checkpoint", "a value, as in this run") for name in absent],
+            remedy=f"Pass exclude={{{self.key!r}}} to start with a fresh scaler",
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Restores all values; reports a scaler that is enabled on one side only."""
+        saved, live = state["values"], self.scaler.state_dict()
+        if live and not saved:
+            return self.start_fresh()
+        if saved and not live:
+            return ("the checkpoint has a scaler, but this run's is disabled: its state is unused",)
+        self.scaler.load_state_dict(saved)
+        return ()
+
+    def start_fresh(self) -> tuple[str, ...]:
+        """The live scaler keeps its initial state."""
+        if not self.scaler.state_dict():
+            return ()
+        return ("the checkpoint was written without a gradient scaler: this one starts afresh",)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The class, and whether it is enabled."""
+        return {"class": class_name(self.scaler), "enabled": bool(self.scaler.state_dict())}
+
+
+# ---------------------------------------------------------------- extras and attributes
 
 _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, bytearray),

@@ -33,6 +33,7 @@ from resumekit.frameworks.accelerate import accelerator_components
 from resumekit.state import (
     CLOCK_SUFFIXES,
     Fidelity,
+    Resplit,
     SharingPattern,
     Slot,
     StateComponent,
@@ -63,9 +64,7 @@ _TRAINER = "the Trainer"  # other frameworks' loops do not need it
 class _SameOnAllRanks(AttributeState):
     """Attributes that are equal on all ranks except for times."""
 
-    def resplit_state_dict(
-        self, states: Mapping[int, Any], change: WorldChange
-    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+    def resplit_state_dict(self, states: Mapping[int, Any], change: WorldChange) -> Resplit:
         """Rank 0's."""
         return dict(states[0]), ()
 
@@ -93,9 +92,7 @@ class _Sums(AttributeState):
         private.LAST_LOGGED.write(self._trainer, self._progress().step)
         return ()
 
-    def resplit_state_dict(
-        self, states: Mapping[int, Any], change: WorldChange
-    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+    def resplit_state_dict(self, states: Mapping[int, Any], change: WorldChange) -> Resplit:
         """The mean of the former ranks' losses and the sum of their operations, as in the log."""
         ranks = change.inherited or (change.model_rank,)
         losses = [states[rank][private.LOSS_SUM.name] for rank in ranks]

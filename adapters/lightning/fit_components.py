@@ -20,7 +20,7 @@ from resumekit.capture import (
     attributes_set_by,
     buckets_of,
     by_class_and_ordinal,
-    gradient_components,
+    gradient_states,
     one_or_named,
     registered_components,
     require_gradients,
@@ -75,7 +75,8 @@ def _trained(trainer: Any, schedulers: Any, ema: Any) -> tuple[StateComponent, .
     if not keeps_gradients(trainer):
         return (*shared, *buckets_of(trainer.model))
     require_gradients(shared)
-    return (*shared, *gradient_components(shared, lambda: True), *buckets_of(trainer.model))
+    gradients = (each.component() for each in gradient_states(shared, lambda: True))
+    return (*shared, *gradients, *buckets_of(trainer.model))
 
 
 # ---------------------------------------------------------------- the state of callbacks
