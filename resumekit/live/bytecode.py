@@ -16,19 +16,17 @@ from dataclasses import replace
 from functools import lru_cache
 from types import CodeType
 
-from resumekit.live.instructions import (
+from resumekit.live.value_stack import (
     CALLS,
     NUM_CACHED,
+    Operand,
+    Simulation,
+    Stack,
     UnsupportedBytecodeError,
     find_executed,
     iter_nested,
     list_accesses,
     read_instructions,
-)
-from resumekit.live.value_stack import (
-    Operand,
-    Simulation,
-    Stack,
     simulate,
     split_callee,
     stored_values,
@@ -231,15 +229,6 @@ def loaded_globals(code: CodeType) -> frozenset[str]:
         UnsupportedBytecodeError: an instruction or the interpreter is not known.
     """
     return _arguments(code, _GLOBAL_LOADS)
-
-
-def attribute_names(code: CodeType) -> frozenset[str]:
-    """Returns the names of the attributes that a code and all code in it load.
-
-    Raises:
-        UnsupportedBytecodeError: an instruction or the interpreter is not known.
-    """
-    return _arguments(code, frozenset({"LOAD_ATTR", "LOAD_METHOD"}))
 
 
 def _arguments(code: CodeType, opnames: frozenset[str]) -> frozenset[str]:

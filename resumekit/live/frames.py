@@ -29,7 +29,7 @@ from resumekit.live.bytecode import (
     live_names,
     stored_names,
 )
-from resumekit.live.instructions import NUM_CACHED, UnsupportedBytecodeError, find_executed
+from resumekit.live.value_stack import NUM_CACHED, UnsupportedBytecodeError, find_executed
 
 # Before Python 3.12 these run in frames of their own, and keep what they build on the stack.
 _COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>"})
