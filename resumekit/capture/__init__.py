@@ -82,23 +82,21 @@ from resumekit.capture.rng import (
 from resumekit.capture.scaler import ScalerState
 from resumekit.capture.scheduler import SchedulerState
 from resumekit.capture.slots import is_training, slot_of
-from resumekit.capture.user_state import (
-    SCALARS,
-    Holder,
-    Paths,
-    Seen,
-    UserState,
-    Walk,
+from resumekit.capture.user_state.attributes import Holder
+from resumekit.capture.user_state.exclusions import (
     attributes_set_by,
-    content_digest,
+    is_secret,
+    trained_parameters,
+)
+from resumekit.capture.user_state.user_state import UserState, label_of
+from resumekit.capture.user_state.value_types import (
+    SCALARS,
     fingerprints_of,
     is_code,
     is_left_out,
-    is_secret,
     is_user_object,
-    label_of,
-    trained_parameters,
 )
+from resumekit.capture.user_state.walk import Paths, Seen, Walk, content_digest
 
 __all__ = [
     "GENERATOR_TYPES",

@@ -20,7 +20,7 @@ from resumekit.capture.model import ModelState, RankBuffers
 from resumekit.capture.naming import by_clean_name
 from resumekit.capture.optimizer_parameters import OptimizerParameters
 from resumekit.capture.restore import Mismatch, fits, refuse, require_fields
-from resumekit.capture.user_state import UserState
+from resumekit.capture.user_state.user_state import UserState
 from resumekit.errors import ConfigurationError, StateMismatchError
 from resumekit.serialization import is_sharded, local_part, sharded_like, state_digest
 from resumekit.state import (

@@ -15,7 +15,7 @@ import xxhash
 from torch import Tensor
 
 from resumekit.capture.rng import generator_state
-from resumekit.capture.user_state.foreign import Foreign
+from resumekit.capture.user_state.exclusions import Foreign
 from resumekit.capture.user_state.value_types import (
     CODE,
     MAPPINGS,

@@ -34,7 +34,7 @@ from resumekit.capture.user_state.digests import (
     gradient_of,
     reduced,
 )
-from resumekit.capture.user_state.secrets import is_secret
+from resumekit.capture.user_state.exclusions import is_secret
 from resumekit.capture.user_state.value_types import (
     CODE,
     FACTORIES,
