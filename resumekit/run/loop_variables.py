@@ -54,9 +54,15 @@ from resumekit.live import (
 )
 from resumekit.log import logger
 from resumekit.run.garbage_collector import collector_paused
-from resumekit.run.process_settings import ProcessSettings
 from resumekit.run.progress import OwnLoop
-from resumekit.run.rebindings import Bindings, Rebindings, has_loop, loaders_at, paths_of_loaders
+from resumekit.run.unsaved_changes import (
+    Bindings,
+    ProcessSettings,
+    Rebindings,
+    has_loop,
+    loaders_at,
+    paths_of_loaders,
+)
 from resumekit.state import CaptureLine, Fidelity, Slot, WorldChange
 
 # Plain values: all that is kept of the variables at an epoch's start. The rest is read at the save.
