@@ -320,13 +320,8 @@ class _Walker:
         self._used: set[tuple[int, tuple[str, ...]]] = set()  # the globals that were looked at
         self._types: set[type] = set()  # of the objects that were looked at
         self._waiting: deque[tuple[str, Any, Holder]] = deque()
-        self._content = Content(
-            self.path_of,
-            self._foreign,
-            scope.limit_bytes,
-            scope.memory_bytes,
-            ignore_floats=ignore_floats,
-        )
+        limits = scope.limit_bytes, scope.memory_bytes
+        self._content = Content(self.path_of, self._foreign, *limits, ignore_floats)
         self._ignores_floats = ignore_floats
         self._holder = Holder(None)
         for name, holder in holders.items():
