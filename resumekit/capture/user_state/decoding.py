@@ -42,6 +42,7 @@ from resumekit.capture.user_state.value_types import (
     SEQUENCES,
     Absent,
     Kind,
+    class_of,
     is_namedtuple,
     kind_of,
     memory_of,
@@ -282,9 +283,8 @@ class NodeDecoder:
 
     def _namedtuple(self, node: Sequence[Any], live: Any, path: str) -> Any:
         name, fields, encoded = node[1], node[2], self._items(node[3])
-        known = (
-            type(live) if is_namedtuple(type(live)) and _is(live, name) else self._classes.get(name)
-        )
+        is_same = is_namedtuple(class_of(live)) and _is(live, name)
+        known = type(live) if is_same else self._classes.get(name)
         if known is None or list(getattr(known, "_fields", ())) != fields:
             expected = f"the namedtuple {name} with the fields {', '.join(map(str, fields))}"
             raise self._mismatch(path, "no such class in this program", expected)

@@ -18,6 +18,7 @@ from torch import Tensor
 from resumekit.capture.rng import generator_state
 from resumekit.capture.user_state.exclusions import Foreign
 from resumekit.capture.user_state.value_types import (
+    CODE,
     MAPPINGS,
     SCALARS,
     SETS,
@@ -29,6 +30,7 @@ from resumekit.capture.user_state.value_types import (
     is_namedtuple,
     kind_of,
     memory_of,
+    parts_in,
     parts_of_call,
     parts_of_tensor,
     sort_of,
@@ -44,6 +46,8 @@ TOO_DEEP = "nested too deeply"
 _MAX_DIGESTED = 256 * 10**6  # bytes of a tensor or an array; of a larger one, samples
 _NUM_SAMPLES = 1 << 16
 _NUMBERS = frozenset({bool, int, float, complex, type(None)})
+_PLAIN = frozenset(SCALARS)
+_WITH_PATHS = CODE | {Kind.OBJECT, Kind.MODULE}
 NESTED = frozenset({list, tuple, dict})
 _MAX_REPR = 64  # elements of a container whose digest is its repr, characters of a text in it
 _MIN_ROWS = 64  # shorter sequences are digested value by value
@@ -190,10 +194,11 @@ class Content:
         if self._depth == MAX_DEPTH:
             raise UncapturedError(TOO_DEEP)
         self._depth += 1
-        factory = getattr(value, "default_factory", None)
-        is_known = factory_of(value) is None
-        if getattr(value, "__dict__", None) or hasattr(kind, "__deepcopy__") or not is_known:
-            self.is_plain = False  # a deep copy would copy more than the elements
+        factory = None if kind in NESTED else getattr(value, "default_factory", None)
+        is_known = factory is None or factory_of(value) is None
+        if kind not in NESTED:  # a deep copy may copy more than the elements
+            has_more = getattr(value, "__dict__", None) or hasattr(kind, "__deepcopy__")
+            self.is_plain = self.is_plain and is_known and not has_more
         self._update(struct.pack("<q", len(value)))
         if kind is deque:
             self._update(repr(value.maxlen).encode())
@@ -204,11 +209,17 @@ class Content:
             self._update((repr(factory) if is_known else sort_of(factory)).encode())
             for key, each in value.items():
                 self._feed(key, path)
-                self._feed(each, f"{path}[{key!r}]")
+                self._item(each, path, key)
         elif not self._columns(value):
             for index, each in enumerate(value):
-                self._feed(each, f"{path}[{index}]")
+                self._item(each, path, index)
         self._depth -= 1
+
+    def _item(self, value: Any, path: str, key: Any) -> None:
+        if type(value) in _PLAIN:  # most of them: without a path, which takes longer than the rest
+            self._scalar(value, path)
+        else:
+            self._feed(value, f"{path}[{key!r}]")
 
     def _columns(self, value: Any) -> bool:
         """A long sequence at once: of floats, of arrays, or of tuples of numbers and arrays."""
@@ -386,10 +397,8 @@ class Content:
         Kind.GENERATOR: _generator,
         Kind.STATEFUL: _stateful,
         Kind.REDUCED: _reduced,
-        Kind.MODULE: _object,
-        Kind.OBJECT: _object,
-        Kind.FUNCTION: _code,
-        Kind.CLASS: _code,
+        **dict.fromkeys((Kind.OBJECT, Kind.MODULE), _object),
+        **dict.fromkeys((Kind.FUNCTION, Kind.CLASS), _code),
         Kind.CALL: _call,
         Kind.ITERATOR: _iterator,
         Kind.NAMED: lambda self, value, _: self._update(sort_of(value).encode()),
@@ -403,6 +412,11 @@ class Content:
         {Kind.OBJECT, Kind.MODULE, Kind.FUNCTION, Kind.CLASS, Kind.TENSOR, Kind.ARRAY, Kind.BUFFER}
         | {Kind.GENERATOR, Kind.STATEFUL, Kind.REDUCED}
     )
+
+
+def has_paths(value: Any) -> bool:
+    """Whether its digest depends on paths of objects, which differ between user states."""
+    return any(kind_of(each) in _WITH_PATHS for each in parts_in(value))
 
 
 def gradient_of(tensor: Tensor) -> Tensor | None:

@@ -90,7 +90,7 @@ class Foreign:
         It is the key of the component, and of a module or a parameter in it also the path there.
         """
         key = self._keys.get(id(value))
-        if key is None and isinstance(value, (nn.Module, nn.Parameter)):
+        if key is None and isinstance(value, (nn.Module, Tensor)):  # is it a Parameter: slow to ask
             key = self._names_of_parts.get(id(value))
         return key
 

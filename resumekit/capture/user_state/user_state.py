@@ -26,8 +26,8 @@ from resumekit.capture.user_state.attributes import (
     parts_of_modules,
 )
 from resumekit.capture.user_state.decoding import NodeDecoder, device_of
-from resumekit.capture.user_state.digests import TOO_MANY, UncapturedError
-from resumekit.capture.user_state.encoding import NodeEncoder, has_paths, read_nodes
+from resumekit.capture.user_state.digests import TOO_MANY, UncapturedError, has_paths
+from resumekit.capture.user_state.encoding import NodeEncoder, read_nodes
 from resumekit.capture.user_state.exclusions import is_secret
 from resumekit.capture.user_state.memory import Layout, aliases, check_layouts
 from resumekit.capture.user_state.value_types import (
