@@ -94,6 +94,7 @@ from resumekit.capture.user_state.value_types import (
     fingerprints_of,
     is_code,
     is_left_out,
+    is_library,
     is_user_object,
 )
 from resumekit.capture.user_state.walk import Paths, Seen, Walk, content_digest
@@ -153,6 +154,7 @@ __all__ = [
     "is_code",
     "is_host_step",
     "is_left_out",
+    "is_library",
     "is_same",
     "is_same_class",
     "is_secret",
