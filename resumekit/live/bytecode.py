@@ -240,11 +240,6 @@ def _arguments(code: CodeType, opnames: frozenset[str]) -> frozenset[str]:
     )
 
 
-def _nested_arguments(code: CodeType, *opnames: str) -> frozenset[str]:
-    names = frozenset(opnames)
-    return frozenset().union(*(_arguments(each, names) for each in iter_nested(code)))
-
-
 @lru_cache(maxsize=NUM_CACHED)
 def clock_names(code: CodeType) -> frozenset[str]:
     """Returns the variables that have nothing but readings of a clock, copies or text of such.
@@ -261,7 +256,8 @@ def clock_names(code: CodeType) -> frozenset[str]:
             stored.setdefault(name, []).append(value)
     parameters = inspect.getargs(code)
     names = {*stored} - {*parameters.args, parameters.varargs, parameters.varkw}
-    names -= {*code.co_freevars} | _nested_arguments(code, "STORE_DEREF", "STORE_GLOBAL")
+    stores = frozenset({"STORE_DEREF", "STORE_GLOBAL"})
+    names -= {*code.co_freevars}.union(*(_arguments(each, stores) for each in iter_nested(code)))
     while others := {
         name
         for name in names

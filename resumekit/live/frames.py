@@ -219,10 +219,8 @@ def _walk(frame: FrameType | None) -> Iterator[FrameType]:
 
 def is_on_stack(generator: GeneratorType[Any, Any, Any]) -> bool:
     """Whether a generator runs in this thread: its variables are those of a frame."""
-    frame = inspect.currentframe() if generator.gi_running else None
-    while frame is not None and frame is not generator.gi_frame:
-        frame = frame.f_back
-    return frame is not None
+    frames = _walk(inspect.currentframe() if generator.gi_running else None)
+    return any(frame is generator.gi_frame for frame in frames)
 
 
 def _top_package(frame: FrameType) -> str:

@@ -415,7 +415,7 @@ class NodeEncoder:
         items = list(values)
         if len(items) > _MAX_NUMBERS and {*map(type, items)} <= {int, float}:
             return self._next_to(items)
-        return [self._value(each) for each in items]
+        return [each if _is_text(each) else self._value(each) for each in items]
 
     def _item(self, key: Any, value: Any) -> Any:
         if isinstance(key, str) and is_secret(key, value):
@@ -423,8 +423,10 @@ class NodeEncoder:
         return self._value(value)
 
     def _key(self, key: Any) -> Any:
+        if _is_text(key):
+            return key
         keys = key if type(key) is tuple else (key,)
-        if not _is_text(key) and not all(kind_of(each) is Kind.SCALAR for each in keys):
+        if not all(kind_of(each) is Kind.SCALAR for each in keys):
             raise UncapturedError(f"{describe(key)} as a key cannot be saved")
         return self._value(key)
 
@@ -436,7 +438,8 @@ class NodeEncoder:
             if self._has_live(value):
                 return _as_it_is(value)
             raise UncapturedError(f"{describe(value)} in it is saved elsewhere")
-        if self._known.get(path) == sort_of(value) and not (kind in CODE and is_library(value)):
+        is_known = path in self._known and self._known[path] == sort_of(value)
+        if is_known and not (kind in CODE and is_library(value)):
             return ["object", path, class_name(wrapped)]
         is_ours = self._classes.get(name) is type(value) and can_be_made(class_of(value))
         if kind not in (Kind.OBJECT, Kind.MODULE) or not is_ours or wrapped is not value:
