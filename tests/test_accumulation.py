@@ -18,13 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from resumekit import Checkpointer as BaseCheckpointer
 from resumekit import StateComponent
 from resumekit.adapters.torch import Checkpointer
-from resumekit.capture import (
-    AccumulatedGradients,
-    ModelState,
-    gradient_states,
-    state_components,
-)
-from resumekit.capture.gradients import named_parameters
+from resumekit.capture import AccumulatedGradients, ModelState, state_components
+from resumekit.capture.gradients import gradient_states, named_parameters
 from resumekit.errors import ConfigurationError, StateMismatchError
 from resumekit.serialization import read_payload
 from resumekit.state import WorldChange

@@ -20,12 +20,12 @@ from resumekit.capture import (
     attributes_set_by,
     buckets_of,
     by_class_and_ordinal,
-    gradient_states,
     one_or_named,
     registered_components,
     require_gradients,
     state_components,
 )
+from resumekit.capture.gradients import gradient_states
 from resumekit.state import ComponentState, SharingPattern, Slot, StateComponent
 
 _LIBRARIES = frozenset({"lightning", "pytorch_lightning", "resumekit"})

@@ -1,19 +1,18 @@
 """From the live objects of a training run to states that can be stored, and back.
 
-Every state class inherits ``ComponentState``; ``resumekit.state`` documents what it may implement.
+Every state class inherits ``ComponentState``, which documents the hooks.
 """
 
 from __future__ import annotations
 
 from resumekit.capture.ddp_buckets import (
     GRADIENT_BUCKETS,
-    GradientBuckets,
     bucket_components,
     buckets_of,
     ddp_around,
 )
 from resumekit.capture.fingerprint import SettingChange, Severity, differences, fingerprint
-from resumekit.capture.fsdp1 import FlatModelState, FlatOptimizerState
+from resumekit.capture.fsdp1 import FlatModelState
 from resumekit.capture.global_rng import (
     PYTHON_WORDS,
     NumpyState,
@@ -25,7 +24,6 @@ from resumekit.capture.global_rng import (
 from resumekit.capture.gradients import (
     AccumulatedGradients,
     gradient_keys,
-    gradient_states,
     require_gradients,
 )
 from resumekit.capture.model import (
@@ -37,7 +35,6 @@ from resumekit.capture.model import (
     by_clean_name,
     by_key,
     clean_name,
-    frozen_of,
     frozen_parameters,
     one_or_named,
     unwrapped,
@@ -82,23 +79,22 @@ from resumekit.capture.slots import (
     state_components,
     uncaptured_parameters,
 )
-from resumekit.capture.user_state import (
-    SCALARS,
-    Holder,
-    Paths,
-    Seen,
-    UserState,
-    Walk,
+from resumekit.capture.user_state.attributes import Holder
+from resumekit.capture.user_state.exclusions import (
     attributes_set_by,
-    content_digest,
+    is_secret,
+    trained_parameters,
+)
+from resumekit.capture.user_state.user_state import UserState, label_of
+from resumekit.capture.user_state.value_types import (
+    SCALARS,
     fingerprints_of,
     is_code,
     is_left_out,
-    is_secret,
+    is_library,
     is_user_object,
-    label_of,
-    trained_parameters,
 )
+from resumekit.capture.user_state.walk import Paths, Seen, Walk, content_digest
 
 __all__ = [
     "GENERATOR_TYPES",
@@ -113,8 +109,6 @@ __all__ = [
     "AttributeState",
     "Extras",
     "FlatModelState",
-    "FlatOptimizerState",
-    "GradientBuckets",
     "Holder",
     "KnownObjects",
     "Mismatch",
@@ -149,15 +143,14 @@ __all__ = [
     "fingerprint",
     "fingerprints_of",
     "fits",
-    "frozen_of",
     "frozen_parameters",
     "generator_state",
     "gradient_keys",
-    "gradient_states",
     "inherits_load",
     "is_code",
     "is_host_step",
     "is_left_out",
+    "is_library",
     "is_same",
     "is_same_class",
     "is_secret",

@@ -19,7 +19,7 @@ from resumekit.capture.gradient_watch import FlatGradients, GradientWatch, Stora
 from resumekit.capture.model import ModelState, RankBuffers, by_clean_name
 from resumekit.capture.nested_state import Mismatch, fits, refuse, require_fields
 from resumekit.capture.slots import OptimizerParameters
-from resumekit.capture.user_state import UserState
+from resumekit.capture.user_state.user_state import UserState
 from resumekit.errors import ConfigurationError, StateMismatchError
 from resumekit.serialization import is_sharded, local_part, sharded_like, state_digest
 from resumekit.state import (

@@ -40,7 +40,9 @@ from resumekit.capture.nested_state import leaves
 from resumekit.capture.objects import ObjectState, ScalerState
 from resumekit.capture.optimizer import OptimizerState
 from resumekit.capture.scheduler import SchedulerState
-from resumekit.capture.user_state import Holder, UserState, trained_parameters
+from resumekit.capture.user_state.attributes import Holder
+from resumekit.capture.user_state.exclusions import trained_parameters
+from resumekit.capture.user_state.user_state import UserState
 from resumekit.distributed import ranks_of
 from resumekit.errors import DeclarationError
 from resumekit.serialization import is_sharded, local_part

@@ -16,19 +16,17 @@ from dataclasses import replace
 from functools import lru_cache
 from types import CodeType
 
-from resumekit.live.instructions import (
+from resumekit.live.value_stack import (
     CALLS,
     NUM_CACHED,
+    Operand,
+    Simulation,
+    Stack,
     UnsupportedBytecodeError,
     find_executed,
     iter_nested,
     list_accesses,
     read_instructions,
-)
-from resumekit.live.value_stack import (
-    Operand,
-    Simulation,
-    Stack,
     simulate,
     split_callee,
     stored_values,
@@ -233,15 +231,6 @@ def loaded_globals(code: CodeType) -> frozenset[str]:
     return _arguments(code, _GLOBAL_LOADS)
 
 
-def attribute_names(code: CodeType) -> frozenset[str]:
-    """Returns the names of the attributes that a code and all code in it load.
-
-    Raises:
-        UnsupportedBytecodeError: an instruction or the interpreter is not known.
-    """
-    return _arguments(code, frozenset({"LOAD_ATTR", "LOAD_METHOD"}))
-
-
 def _arguments(code: CodeType, opnames: frozenset[str]) -> frozenset[str]:
     return frozenset(
         str(instruction.argval)
@@ -249,11 +238,6 @@ def _arguments(code: CodeType, opnames: frozenset[str]) -> frozenset[str]:
         for instruction in read_instructions(each).values()
         if instruction.opname in opnames
     )
-
-
-def _nested_arguments(code: CodeType, *opnames: str) -> frozenset[str]:
-    names = frozenset(opnames)
-    return frozenset().union(*(_arguments(each, names) for each in iter_nested(code)))
 
 
 @lru_cache(maxsize=NUM_CACHED)
@@ -272,7 +256,8 @@ def clock_names(code: CodeType) -> frozenset[str]:
             stored.setdefault(name, []).append(value)
     parameters = inspect.getargs(code)
     names = {*stored} - {*parameters.args, parameters.varargs, parameters.varkw}
-    names -= {*code.co_freevars} | _nested_arguments(code, "STORE_DEREF", "STORE_GLOBAL")
+    stores = frozenset({"STORE_DEREF", "STORE_GLOBAL"})
+    names -= {*code.co_freevars}.union(*(_arguments(each, stores) for each in iter_nested(code)))
     while others := {
         name
         for name in names

@@ -29,7 +29,7 @@ from resumekit.live.bytecode import (
     live_names,
     stored_names,
 )
-from resumekit.live.instructions import NUM_CACHED, UnsupportedBytecodeError, find_executed
+from resumekit.live.value_stack import NUM_CACHED, UnsupportedBytecodeError, find_executed
 
 # Before Python 3.12 these run in frames of their own, and keep what they build on the stack.
 _COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>"})
@@ -219,10 +219,8 @@ def _walk(frame: FrameType | None) -> Iterator[FrameType]:
 
 def is_on_stack(generator: GeneratorType[Any, Any, Any]) -> bool:
     """Whether a generator runs in this thread: its variables are those of a frame."""
-    frame = inspect.currentframe() if generator.gi_running else None
-    while frame is not None and frame is not generator.gi_frame:
-        frame = frame.f_back
-    return frame is not None
+    frames = _walk(inspect.currentframe() if generator.gi_running else None)
+    return any(frame is generator.gi_frame for frame in frames)
 
 
 def _top_package(frame: FrameType) -> str:

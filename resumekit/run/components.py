@@ -20,12 +20,12 @@ from resumekit.capture import (
     OptimizerState,
     UserState,
     bucket_components,
-    gradient_states,
     is_user_object,
     parameter_components,
     require_gradients,
     uncaptured_parameters,
 )
+from resumekit.capture.gradients import gradient_states
 from resumekit.data import SEED, DataPosition, Feed, RunSeed, user_objects
 from resumekit.distributed import World
 from resumekit.errors import ConfigurationError

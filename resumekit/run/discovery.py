@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from resumekit.capture import by_key, slot_of, unwrapped
+from resumekit.capture import by_key, is_library, slot_of, unwrapped
 from resumekit.distributed import World
 from resumekit.errors import ConfigurationError, StateMismatchError
 from resumekit.live import find_frames
@@ -309,9 +309,9 @@ def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, _NAMESPACES):
         yield from _attributes(path, value)
     elif isinstance(value, (types.FunctionType, type)):
-        if not _is_library(value.__module__):
+        if not is_library(value):
             yield from _parts_of_code(path, value)
-    elif not isinstance(value, _WITH_PARTS) and not _is_library(type(value).__module__):
+    elif not isinstance(value, _WITH_PARTS) and not is_library(type(value)):
         yield from _attributes(path, value)
         yield path, type(value)
 
@@ -359,13 +359,3 @@ def _defaults(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     yield from zip(names[len(names) - len(values) :], values, strict=True)
     yield from (function.__kwdefaults__ or {}).items()
-
-
-@functools.cache
-def _is_library(module_name: Any) -> bool:
-    """Whether a module is resumekit's, of the standard library or installed."""
-    name = str(module_name)
-    if name.partition(".")[0] in ("resumekit", *sys.stdlib_module_names):
-        return True
-    path = getattr(sys.modules.get(name), "__file__", None) or ""
-    return "site-packages" in path or "dist-packages" in path

@@ -54,9 +54,15 @@ from resumekit.live import (
 )
 from resumekit.log import logger
 from resumekit.run.garbage_collector import collector_paused
-from resumekit.run.process_settings import ProcessSettings
 from resumekit.run.progress import OwnLoop
-from resumekit.run.rebindings import Bindings, Rebindings, has_loop, loaders_at, paths_of_loaders
+from resumekit.run.unsaved_changes import (
+    Bindings,
+    ProcessSettings,
+    Rebindings,
+    has_loop,
+    loaders_at,
+    paths_of_loaders,
+)
 from resumekit.state import CaptureLine, Fidelity, Resplit, Slot, WorldChange
 
 # Plain values: all that is kept of the variables at an epoch's start. The rest is read at the save.
@@ -159,8 +165,7 @@ class LoopVariables(UserState):
             self._entered.add(chain)
             self._ranges = {**range_positions(frames, owner), **self._ranges}
             given = {id(each) for each in (owner, *self._scope.foreign())}
-            lines = operand_lines(frames, owner, has_count=has_count, given=given)
-            self._lines.update((line.key, line) for line in lines)
+            self._note(operand_lines(frames, owner, has_count=has_count, given=given))
             self._has_operands = self._has_operands or has_operands(frames)
         self._release()
         if found is not None:
@@ -308,7 +313,7 @@ class LoopVariables(UserState):
         self._holders = {**self._all_holders(frames), **self._at_epoch} if frames else {}
         self._known.update((name, class_name(each.value)) for name, each in self._holders.items())
         self._variables = variables_by_path(frames)
-        self._lines.update((line.key, line) for line in self._deleted(frames))
+        self._note(self._deleted(frames))
         if not self._has_left:
             self._sites = [each.site.as_plain() for each in frames]
             return
@@ -316,7 +321,7 @@ class LoopVariables(UserState):
         for site in map(Site.from_plain, self._sites):
             if site.name not in names:
                 reason = "variables are not in this checkpoint: the loop was left before the save"
-                self._lines[site.name] = CaptureLine(site.name, Fidelity.LOST, reason)
+                self._note([CaptureLine(site.name, Fidelity.LOST, reason)])
 
     def _deleted(self, frames: Sequence[LiveFrame]) -> Iterator[CaptureLine]:
         """A line for each variable that the script sets and training has deleted."""
@@ -355,12 +360,12 @@ class LoopVariables(UserState):
         if is_elsewhere and (is_save or self._num_elsewhere > 1):
             where = f"{chain[0].file}:{chain[0].line}"
             reason = "a resume cannot continue here: another line requests the first batch"
-            self._lines[where] = CaptureLine(where, Fidelity.LOST, reason)
+            self._note([CaptureLine(where, Fidelity.LOST, reason)])
         self._ranges_now = {} if self._has_left else range_positions(frames, self._owner())
-        self._note_moved_ranges(self._ranges, self._ranges_now)
+        self._note(moved_ranges(self._ranges, self._ranges_now))
 
-    def _note_moved_ranges(self, former: Mapping[str, int], now: Mapping[str, int]) -> None:
-        self._lines.update((line.key, line) for line in moved_ranges(former, now))
+    def _note(self, lines: Iterable[CaptureLine]) -> None:
+        self._lines.update((line.key, line) for line in lines)
 
     def state_dict(self) -> dict[str, Any]:
         """What differs from what the script made, or was restored; live tensors, not copies."""
@@ -434,18 +439,17 @@ class LoopVariables(UserState):
     def findings(self) -> tuple[CaptureLine, ...]:
         if self._mode == OFF or self._saved is not None:
             return tuple(self._lines.values())
-        if self._for_save is not None:  # a save is under way
-            found = self._changes()
-        else:
+        is_saving = self._for_save is not None
+        if not is_saving:
             self._take(self._frames())
-            found = self._changes()
+        found = self._changes()
+        if not is_saving:
             self._release()
         return (*self._lines.values(), *found)
 
     def _changes(self) -> tuple[CaptureLine, ...]:
         changes = self._for_save = self._for_save or self._encoded(self._walk())
-        self._lines.update((line.key, line) for line in self._not_given(changes.found))
-        self._lines.update((line.key, line) for line in self._rebound(changes.found))
+        self._note((*self._not_given(changes.found), *self._rebound(changes.found)))
         if self._mode == RESTORE:
             return (*super().findings(), *self._changed_settings())
         reason = 'not saved; pass loop_variables="restore"'
@@ -527,13 +531,12 @@ class LoopVariables(UserState):
         if is_there:
             self._saved = None
             self._note_edited(saved)
-            self._note_moved_ranges(saved["script"].get("ranges", {}), self._ranges)
+            self._note(moved_ranges(saved["script"].get("ranges", {}), self._ranges))
 
     def _set_counts(self, frames: Sequence[LiveFrame], saved: EnumerateCounts | None) -> None:
         """Sets the counts around the fetch; a line where that is not possible."""
         if not Enumerations.around(self._asked(frames)).set(saved):
-            line = count_line(frames[0], "enumerate")
-            self._lines[line.key] = line
+            self._note([count_line(frames[0], "enumerate")])
 
     def _note_edited(self, saved: Mapping[str, Any]) -> None:
         """One line on values that the script begins with and that are others than they were."""

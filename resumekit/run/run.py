@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from resumekit.capture import GradientBuckets, differences, fingerprint, gradient_keys
+from resumekit.capture import differences, fingerprint, gradient_keys
+from resumekit.capture.ddp_buckets import GradientBuckets
 from resumekit.data import EpochUsage, Feed, epoch_usage, saved_batch_size
 from resumekit.distributed import DataRanks, World
 from resumekit.journal import RandomStates

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from resumekit.journal.records import environment, gpu_settings
-from resumekit.run.process_settings import ProcessSettings
+from resumekit.run.unsaved_changes import ProcessSettings
 from resumekit.state import Fidelity
 
 has_new_name = pytest.mark.skipif(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from resumekit.errors import StateMismatchError
-from resumekit.live.enumerate_counts import Enumerations, check_counts, find_asked
+from resumekit.live.counts_and_operands import Enumerations, check_counts, find_asked
 
 NUM_ITEMS = 9
 SAVED_AT = 5

@@ -12,7 +12,8 @@ import itertools
 import sys
 import types
 
-from resumekit.live import find_frames, operands
+from resumekit.live import find_frames
+from resumekit.live.bytecode import operands
 
 NUM_ITEMS = 17
 SAVED_AT = 8

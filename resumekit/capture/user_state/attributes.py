@@ -24,7 +24,13 @@ from torch.utils.data import DataLoader
 
 from resumekit.capture.model import unwrapped, wrapped_attribute
 from resumekit.capture.nested_state import class_name
-from resumekit.capture.user_state.library_attributes import attributes_set_by
+from resumekit.capture.user_state.exclusions import (
+    KINDS_OF_TENSORS,
+    attributes_set_by,
+    named_in_state_dict,
+    registered,
+    tensors_in_state_dict,
+)
 from resumekit.capture.user_state.value_types import (
     LIBRARIES,
     NAMED,
@@ -36,7 +42,7 @@ from resumekit.capture.user_state.value_types import (
     slots_of,
     word_set,
 )
-from resumekit.state import CaptureLine, Fidelity
+from resumekit.state import CaptureLine, Fidelity, Renaming
 
 # torch 2.13 nn/modules/module.py Module.__init__: the bookkeeping of every module.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -60,8 +66,6 @@ _OF_WRAPPERS = frozenset({_UPDATES, "min_val", "max_val", "_num_vals_seen"})
 _OF_TRANSFORMERS = frozenset({"_output_capturing_hooks_installed"})
 
 _NOT_OWN = _OF_EVERY_MODULE | _OF_ZERO | _OF_TRANSFORMERS
-
-_OF_CLASSES = (classmethod, staticmethod)
 
 # What an object of a class that is derived from a container holds next to its attributes.
 _CONTAINERS = (list, dict, set)
@@ -132,11 +136,11 @@ class ValueSlot(NamedTuple):
 
     def get(self) -> Any:
         """The value. Raises AttributeError, KeyError or ValueError where there is none."""
-        return _READ[self.role](self.owner, self.name)
+        return _ACCESS[self.role][0](self.owner, self.name)
 
     def set(self, value: Any) -> None:
         """Writes the value; what other code does on assignment is not done."""
-        _WRITE[self.role](self.owner, self.name, value)
+        _ACCESS[self.role][1](self.owner, self.name, value)
 
     def is_method(self, value: Any) -> bool:
         """Whether a value is the method that the owner's class has under this name.
@@ -159,34 +163,6 @@ class ValueSlot(NamedTuple):
         return f"{path}.{self.name or self.role.value}"
 
 
-def registered(module: nn.Module, what: str) -> Any:
-    """What a module itself registers, values that are None included.
-
-    Args:
-        module: the module.
-        what: ``"parameters"``, ``"buffers"``, ``"modules"`` or ``"non_persistent_buffers_set"``.
-    """
-    # torch 2.13 nn/modules/module.py Module.__init__ makes them under these names with a "_".
-    return getattr(module, f"_{what}")
-
-
-_KINDS_OF_TENSORS = ("parameter", "buffer")
-
-
-def tensors_in_state_dict(module: nn.Module) -> Iterator[Any]:
-    """The parameters and persistent buffers of a module itself."""
-    yield from (each for _, _, each in _in_state_dict(module))
-
-
-def _in_state_dict(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """Kind, name and value of each of them."""
-    loose = registered(module, "non_persistent_buffers_set")
-    for kind in _KINDS_OF_TENSORS:
-        for name, each in registered(module, f"{kind}s").items():
-            if each is not None and name not in loose:
-                yield kind, name, each
-
-
 def _read_attribute(owner: Any, name: str) -> Any:
     attributes = getattr(owner, "__dict__", {})
     return attributes[name] if name in attributes else object.__getattribute__(owner, name)
@@ -207,7 +183,7 @@ def deleted_slots(
         is_there = is_user_object(owner) or kind_of(owner) is Kind.CLASS
         is_gone = is_there and name.isidentifier() and name not in attribute_names(owner)
         is_tensor = isinstance(owner, nn.Module) and any(
-            name in registered(owner, f"{kind}s") for kind in _KINDS_OF_TENSORS
+            name in registered(owner, f"{kind}s") for kind in KINDS_OF_TENSORS
         )
         if is_gone and not is_tensor:
             yield path, where, ValueSlot(owner, Role.ATTRIBUTE, name)
@@ -239,8 +215,12 @@ def _refill(owner: Any, _: str, items: Any) -> None:
         kind.update(owner, items)
 
 
+def _parameters(owner: Any) -> Any:
+    return registered(owner, "parameters")
+
+
 def _write_requires_grad(owner: Any, name: str, value: bool) -> None:
-    parameter = registered(owner, "parameters")[name]
+    parameter = _parameters(owner)[name]
     # Weights in 8 or 4 bits have no gradient, and reject even the same flag.
     if parameter.requires_grad != value:
         parameter.requires_grad_(value)
@@ -301,37 +281,27 @@ def _write_optimizer(optimizer: Any, _: str, saved: Any) -> None:
         group.update(values)
 
 
-_READ: dict[Role, Callable[[Any, str], Any]] = {
-    Role.ATTRIBUTE: _read_attribute,
-    Role.ITEMS: _read_items,
-    Role.TRAINING: lambda owner, _: owner.training,
-    Role.REQUIRES_GRAD: lambda owner, name: registered(owner, "parameters")[name].requires_grad,
-    Role.PARAMETER: lambda owner, name: registered(owner, "parameters")[name],
-    Role.BUFFER: lambda owner, name: registered(owner, "buffers")[name],
-    Role.EXTRA_STATE: lambda owner, _: owner.get_extra_state(),
-    Role.MODULES: _read_modules,
-    Role.STATE: lambda owner, _: owner,
-    Role.OPTIMIZER: _read_optimizer,
-    Role.CELL: lambda owner, name: _cell(owner, name).cell_contents,
-    Role.DEFAULTS: lambda owner, _: (owner.__defaults__, owner.__kwdefaults__),
-    Role.GLOBAL: lambda owner, name: owner[name],
-}
-_WRITE: dict[Role, Callable[[Any, str, Any], Any]] = {
-    Role.ATTRIBUTE: _write_attribute,
-    Role.ITEMS: _refill,
-    Role.TRAINING: lambda owner, _, value: setattr(owner, "training", value),
-    Role.REQUIRES_GRAD: _write_requires_grad,
-    Role.PARAMETER: lambda owner, name, value: operator.setitem(
-        registered(owner, "parameters"), name, value
+# How the value of each role is read and written.
+_ACCESS: dict[Role, tuple[Callable[[Any, str], Any], Callable[[Any, str, Any], Any]]] = {
+    Role.ATTRIBUTE: (_read_attribute, _write_attribute),
+    Role.ITEMS: (_read_items, _refill),
+    Role.TRAINING: (lambda o, _: o.training, lambda o, _, value: setattr(o, "training", value)),
+    Role.REQUIRES_GRAD: (lambda o, n: _parameters(o)[n].requires_grad, _write_requires_grad),
+    Role.PARAMETER: (
+        lambda o, name: _parameters(o)[name],
+        lambda o, name, value: operator.setitem(_parameters(o), name, value),
     ),
-    Role.BUFFER: _write_buffer,
-    Role.EXTRA_STATE: lambda owner, _, value: owner.set_extra_state(value),
-    Role.MODULES: _write_modules,
-    Role.STATE: lambda owner, _, value: None,  # such an object has loaded its state
-    Role.OPTIMIZER: _write_optimizer,
-    Role.CELL: lambda owner, name, value: setattr(_cell(owner, name), "cell_contents", value),
-    Role.DEFAULTS: _write_defaults,
-    Role.GLOBAL: operator.setitem,
+    Role.BUFFER: (lambda o, name: registered(o, "buffers")[name], _write_buffer),
+    Role.EXTRA_STATE: (lambda o, _: o.get_extra_state(), lambda o, _, v: o.set_extra_state(v)),
+    Role.MODULES: (_read_modules, _write_modules),
+    Role.STATE: (lambda owner, _: owner, lambda *_: None),  # such an object has loaded its state
+    Role.OPTIMIZER: (_read_optimizer, _write_optimizer),
+    Role.CELL: (
+        lambda function, name: _cell(function, name).cell_contents,
+        lambda function, name, value: setattr(_cell(function, name), "cell_contents", value),
+    ),
+    Role.DEFAULTS: (lambda f, _: (f.__defaults__, f.__kwdefaults__), _write_defaults),
+    Role.GLOBAL: (operator.getitem, operator.setitem),
 }
 
 
@@ -345,7 +315,7 @@ def may_appear(owner: Any, name: str) -> bool:
         return not hasattr(owner, name)
     member = inspect.getattr_static(type(owner), name, None)
     # What a cached property has computed once stands in place of it.
-    is_code = kind_of(member) in NAMED or isinstance(member, _OF_CLASSES)
+    is_code = kind_of(member) in NAMED or isinstance(member, (classmethod, staticmethod))
     is_code = is_code or inspect.isdatadescriptor(member)
     if isinstance(owner, nn.Module):
         is_code = is_code or name in _OF_EVERY_MODULE
@@ -550,7 +520,7 @@ def parts_of_modules(objects: Mapping[str, Any]) -> dict[str, dict[str, str]]:
             values = _read_modules(module, "") if isinstance(module, nn.ModuleList) else {}
             names = ((name, each) for name, each in submodules(module) if name not in values)
             found[path] = {name: class_name(each) for name, each in names}
-            found[path].update((name, kind) for kind, name, _ in _in_state_dict(module))
+            found[path].update((name, kind) for kind, name, _ in named_in_state_dict(module))
     return found
 
 
@@ -573,7 +543,7 @@ def lines_of_changed_parts(
                 continue
             what = "added" if before is None else "removed" if after is None else "replaced"
             kind = after or before
-            kind = kind if kind in _KINDS_OF_TENSORS else "module"
+            kind = kind if kind in KINDS_OF_TENSORS else "module"
             key, remedy = f"{path}.{name}", "do that before the first batch"
             reason = f"training {what} this {kind}"
             new = registered(objects[path], "modules").get(name)
@@ -587,3 +557,43 @@ def lines_of_changed_parts(
 def _is_lazy(name: str | None) -> bool:
     """Whether torch gives such a module another class at its first call, as ``LazyLinear``."""
     return name is not None and name.rpartition(".")[2].startswith("Lazy")
+
+
+# ---------------------------------------------------------------- paths
+
+# In the path of a module that the checkpoint has and the run does not have.
+_NOT_HERE = "<checkpoint>"
+
+
+def is_below(path: str, names: Iterable[str]) -> bool:
+    """Whether a path is that of a holder of one of these names, or leads through one."""
+    return any(path == name or path.startswith((f"{name}.", f"{name}[")) for name in names)
+
+
+def moved_state(
+    state: Mapping[str, Any], holders: Iterable[str], renaming: Renaming
+) -> dict[str, Any]:
+    """A saved user state whose attributes have followed their modules.
+
+    Args:
+        state: of the component.
+        holders: the names of the models in it.
+        renaming: of the parameters in these models.
+    """
+    names = list(holders)
+
+    def moved(path: str) -> str:
+        holder = next((each for each in names if f"{path}.".startswith(f"{each}.")), None)
+        if holder is None:
+            return path
+        below = path[len(holder) + 1 :]
+        found = renaming.path(below)
+        found = f"{_NOT_HERE}.{below}" if found is None else found
+        return f"{holder}.{found}".removesuffix(".")
+
+    return {
+        **state,
+        "slots": [[moved(entry[0]), *entry[1:]] for entry in state["slots"]],
+        "first": {moved(path): digest for path, digest in state["first"].items()},
+        "lost": [moved(path) for path in state["lost"]],
+    }

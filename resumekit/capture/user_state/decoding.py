@@ -8,9 +8,9 @@ import functools
 import operator
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ from resumekit.capture.user_state.value_types import (
     SEQUENCES,
     Absent,
     Kind,
+    class_of,
     is_namedtuple,
     kind_of,
     memory_of,
@@ -191,25 +192,8 @@ class NodeDecoder:
             return self._mapping(index, node, live, path)
         if kind in ("object", "new", "copy"):
             return self._object(index, node, live, path)
-        make = {
-            "call": self._call,
-            "live": self._live,
-            "named": self._named,
-            "elsewhere": self._elsewhere,
-            "tensor": self._tensor,
-            "parameter": self._tensor,
-            "parts": self._parts,
-            "array": self._array,
-            "buffer": self._buffer,
-            "shared": self._shared,
-            "objects": self._objects,
-            "code": self._code,
-            "reduced": self._reduced,
-            "generator": self._in_place,
-            "stateful": self._in_place,
-        }.get(kind, self._constant)
         try:
-            return make(node, live, path)
+            return self._makers.get(kind, NodeDecoder._constant)(self, node, live, path)
         except (ArithmeticError, TypeError, ValueError) as error:  # of a constructor
             raise self._mismatch(path, f"{kind}: {error}", "what was saved") from error
 
@@ -280,11 +264,15 @@ class NodeDecoder:
         """The references of a node, or its numbers."""
         return self._data[field] if type(field) is int else field
 
+    def _values(self, encoded: Any, partners: Iterable[Any], path: str) -> Iterator[Any]:
+        """The values of some references, each to be put where its partner is."""
+        pairs = zip(encoded, partners, strict=True)
+        return (self.value(each, partner, path) for each, partner in pairs)
+
     def _namedtuple(self, node: Sequence[Any], live: Any, path: str) -> Any:
         name, fields, encoded = node[1], node[2], self._items(node[3])
-        known = (
-            type(live) if is_namedtuple(type(live)) and _is(live, name) else self._classes.get(name)
-        )
+        is_same = is_namedtuple(class_of(live)) and _is(live, name)
+        known = type(live) if is_same else self._classes.get(name)
         if known is None or list(getattr(known, "_fields", ())) != fields:
             expected = f"the namedtuple {name} with the fields {', '.join(map(str, fields))}"
             raise self._mismatch(path, "no such class in this program", expected)
@@ -386,8 +374,7 @@ class NodeDecoder:
         partners = parts_of_call(live if _is(live, node[1]) or not is_partial else _PARTIAL)
         if len(partners) != len(encoded):
             raise self._mismatch(path, describe(live), f"the {node[1]} that this launch makes")
-        pairs = zip(encoded, partners, strict=True)
-        parts = [self.value(each, partner, path) for each, partner in pairs]
+        parts = [*self._values(encoded, partners, path)]
         if all(part is partner for part, partner in zip(parts, partners, strict=True)):
             return live
         if is_partial and any(parts[0] is each for each in self._named_parts.values()):
@@ -437,8 +424,7 @@ class NodeDecoder:
         encoded = self._items(node[2])
         if len(partners) != len(encoded):
             raise self._mismatch(path, describe(live), f"the {node[1]} that this launch makes")
-        for each, partner in zip(encoded, partners, strict=True):
-            made = self.value(each, partner, path)
+        for made, partner in zip(self._values(encoded, partners, path), partners, strict=True):
             if made is not partner:
                 raise self._mismatch(path, describe(partner), describe(made))
         return live
@@ -478,9 +464,7 @@ class NodeDecoder:
         keeps = type(live) is np.ndarray and live.dtype == object and list(live.shape) == shape
         keeps = keeps and live.flags.writeable and self._take(live)
         made = live if keeps else np.empty(shape, object)
-        partners = made.flat if keeps else [None] * made.size
-        pairs = zip(items, partners, strict=True)
-        values = [self.value(each, partner, path) for each, partner in pairs]
+        values = [*self._values(items, made.flat if keeps else [None] * made.size, path)]
 
         def fill_in() -> None:
             for index, value in zip(np.ndindex(*shape), values, strict=True):
@@ -530,6 +514,23 @@ class NodeDecoder:
             expected=expected,
             remedy="Create it in __init__ or before the first step",
         )
+
+    # What makes the value of each kind of node, constants and what may be in a cycle apart.
+    _makers: ClassVar[dict[str, Callable[[NodeDecoder, Sequence[Any], Any, str], Any]]] = {
+        "call": _call,
+        "live": _live,
+        "named": _named,
+        "elsewhere": _elsewhere,
+        "parts": _parts,
+        "array": _array,
+        "buffer": _buffer,
+        "shared": _shared,
+        "objects": _objects,
+        "code": _code,
+        "reduced": _reduced,
+        **dict.fromkeys(("tensor", "parameter"), _tensor),
+        **dict.fromkeys(("generator", "stateful"), _in_place),
+    }
 
 
 def _refill(live: Any, state: Any, items: Iterable[Any], pairs: Iterable[Any]) -> None:

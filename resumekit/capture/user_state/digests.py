@@ -6,16 +6,17 @@ import copyreg
 import struct
 from collections import defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import xxhash
 from torch import Tensor
 
 from resumekit.capture.rng import generator_state
-from resumekit.capture.user_state.foreign import Foreign
+from resumekit.capture.user_state.exclusions import Foreign
 from resumekit.capture.user_state.value_types import (
     CODE,
     MAPPINGS,
@@ -29,6 +30,7 @@ from resumekit.capture.user_state.value_types import (
     is_namedtuple,
     kind_of,
     memory_of,
+    parts_in,
     parts_of_call,
     parts_of_tensor,
     sort_of,
@@ -44,6 +46,8 @@ TOO_DEEP = "nested too deeply"
 _MAX_DIGESTED = 256 * 10**6  # bytes of a tensor or an array; of a larger one, samples
 _NUM_SAMPLES = 1 << 16
 _NUMBERS = frozenset({bool, int, float, complex, type(None)})
+_PLAIN = frozenset(SCALARS)
+_WITH_PATHS = CODE | {Kind.OBJECT, Kind.MODULE}
 NESTED = frozenset({list, tuple, dict})
 _MAX_REPR = 64  # elements of a container whose digest is its repr, characters of a text in it
 _MIN_ROWS = 64  # shorter sequences are digested value by value
@@ -88,47 +92,38 @@ def reduced(value: Any) -> tuple[Any, Any, Any, Any, Any]:
     return maker, arguments, state, items and list(items), pairs and list(pairs)
 
 
+@dataclass
 class Content:
     """Digests of values, in the order of their elements.
 
     Args:
         path_of: gives the path of an object with slots; None where it is left out.
         foreign: objects and tensors that are saved elsewhere.
-        limit_bytes: of Python objects, about, all values together.
-        memory_bytes: of tensors and arrays, all values together.
+        left: the bytes of Python objects that may still be digested, about.
+        left_memory: the same of tensors and arrays.
         ignore_floats: see ``walk``.
+        num_skipped: bytes of which samples were digested.
+        makers: of the objects with hidden state, by name.
     """
 
-    def __init__(
-        self,
-        path_of: Callable[[Any, str], str | None],
-        foreign: Foreign,
-        limit_bytes: int,
-        memory_bytes: int,
-        *,
-        ignore_floats: bool,
-    ) -> None:
-        self._path_of = path_of
-        self._foreign = foreign
-        self._left = limit_bytes
-        self._left_memory = memory_bytes
-        self._ignore_floats = ignore_floats
-        self.num_objects = 0
-        self.num_skipped = 0  # bytes of which samples were digested
-        self._met: dict[int, int] = {}
-        self._kept: list[Any] = []
-        self.makers: dict[str, Any] = {}  # of objects with hidden state, by name
-        self._has_generators = True
-        self.is_plain = True  # whether the last value held builtin values alone
-        self.memory: list[Any] = []  # the tensors and arrays in it
+    path_of: Callable[[Any, str], str | None]
+    foreign: Foreign
+    left: int
+    left_memory: int
+    ignore_floats: bool
+    num_skipped: int = 0
+    makers: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_left(self) -> int:
         """The bytes that may still be digested."""
-        return self._left + self._left_memory
+        return self.left + self.left_memory
 
     def digest(self, value: Any, path: str, *, has_generators: bool) -> Any:
         """A value that is equal for equal content.
+
+        Afterwards ``is_plain`` says whether it holds builtin values alone, ``memory`` has the
+        tensors and arrays in it, and ``num_objects`` their number.
 
         Args:
             value: of a slot.
@@ -139,19 +134,22 @@ class Content:
             OverLimitError: it is larger than what is left of the limit.
             UncapturedError: a part of it has no visible content.
         """
-        self._met, self._kept, self.is_plain, self.memory = {}, [], True, []
-        self.num_objects = self._depth = 0
+        self._met: dict[int, int] = {}
+        self._kept: list[Any] = []
+        self.memory: list[Any] = []
+        self.is_plain, self.num_objects, self._depth = True, 0, 0
         self._has_generators = has_generators
         if kind_of(value) is Kind.SCALAR and not isinstance(value, (str, bytes, Enum)):
             self.is_plain = False
-            ignored = self._ignore_floats and isinstance(value, np.floating)
+            ignored = self.ignore_floats and isinstance(value, np.floating)
             return "float" if ignored else (type(value).__name__, repr(value))
-        before = self._left, self._left_memory
+        before = self.left, self.left_memory
         hasher = xxhash.xxh3_128()
+        self._update: Callable[[Any], None] = hasher.update
         try:
-            self.feed(hasher, value, path)
+            self._feed(value, path)
         except OverLimitError:
-            self._left, self._left_memory = before
+            self.left, self.left_memory = before
             raise
         except UncapturedError:
             raise
@@ -159,76 +157,19 @@ class Content:
             raise UncapturedError.for_value(value, error) from error
         return hasher.hexdigest()
 
-    def feed(self, hasher: Any, value: Any, path: str) -> None:
-        """Adds the content of a value to a digest."""
+    def _feed(self, value: Any, path: str) -> None:
+        """Adds the content of a value to the digest."""
         kind = kind_of(value)
-        if kind is Kind.SCALAR:
-            self._scalar(hasher, value, path)
-            return
-        hasher.update(_tag(class_of(value)))
-        if kind is Kind.CONTAINER:
-            self._container(hasher, value, path)
-            return
-        self.is_plain = False
-        if kind is Kind.OBJECT:  # of which there may be thousands
-            if not self._is_met(hasher, value):
-                hasher.update(self._reference(value, path).encode())
-            return
-        if kind in (Kind.LEAF, Kind.NAMED, Kind.OPAQUE, Kind.CONSTANT, Kind.SHARED):
-            hasher.update(_identity(kind, value))
-        elif kind is Kind.CALL:
-            hasher.update(f"{sort_of(value)} {cache_size(value)}".encode())
-            for each in parts_of_call(value):
-                self.feed(hasher, each, path)
-        elif kind is Kind.ITERATOR:
-            raise UncapturedError(f"a {type(value).__name__}, whose position nothing can read")
-        elif not self._is_met(hasher, value):
-            self._data(hasher, kind, value, path)
+        if kind is not Kind.SCALAR:
+            self._update(_tag(class_of(value)))
+            self.is_plain = self.is_plain and kind is Kind.CONTAINER
+        if kind not in self._aliased or not self._is_met(value):
+            self._feeds[kind](self, value, path)
 
-    def _data(self, hasher: Any, kind: Kind, value: Any, path: str) -> None:
-        if kind is Kind.TENSOR:
-            self._tensor(hasher, value, path)
-        elif kind is Kind.ARRAY:
-            self._array(hasher, value, path)
-        elif kind is Kind.BUFFER:
-            self._elements(hasher, np.frombuffer(value, np.uint8))
-        elif kind is Kind.GENERATOR:
-            if self._has_generators:
-                self.feed(hasher, generator_state(value), path)
-        elif kind in (Kind.STATEFUL, Kind.REDUCED):
-            memory, self.memory = self.memory, []  # what these hold, they restore by themselves
-            if kind is Kind.REDUCED:
-                for each in reduced(value):
-                    self._part(hasher, each, path)
-            elif value not in self._foreign:
-                self.feed(hasher, value.state_dict(), path)
-            else:
-                hasher.update(str(self._foreign.name_of(value)).encode())
-            self.memory = memory
-        else:
-            found = self._reference(value, path)  # of code, which other objects reach it may change
-            hasher.update((sort_of(value) if kind in CODE else found).encode())
-
-    def _reference(self, value: Any, path: str) -> str:
-        """The path of an object, or the name of one that is saved elsewhere."""
-        return str(self._path_of(value, path) or self._foreign.name_of(value))
-
-    def _part(self, hasher: Any, value: Any, path: str) -> None:
-        """Adds a part of what makes an object; the code in it is known by its name."""
-        name = global_name(value)
-        if name:
-            self.makers[name] = value
-            hasher.update(name.encode())
-        elif type(value) is tuple:
-            for each in value:
-                self._part(hasher, each, path)
-        else:
-            self.feed(hasher, value, path)
-
-    def _scalar(self, hasher: Any, value: Any, path: str) -> None:
+    def _scalar(self, value: Any, path: str) -> None:
         kind = class_of(value)
         if kind is float:
-            hasher.update(b"f" if self._ignore_floats else struct.pack("<cd", b"f", value))
+            self._update(b"f" if self.ignore_floats else struct.pack("<cd", b"f", value))
             self._spend(_OBJECT_BYTES)
             return
         self.is_plain = self.is_plain and kind in SCALARS
@@ -236,76 +177,81 @@ class Content:
             text = value
         elif kind is str:
             text = value.encode("utf-8", "surrogatepass")
-        elif self._ignore_floats and isinstance(value, np.floating):
+        elif self.ignore_floats and isinstance(value, np.floating):
             text = b""
         else:
             text = repr(value).encode()
         if isinstance(value, Enum):
-            self._path_of(kind, path)  # its members may have attributes
+            self.path_of(kind, path)  # its members may have attributes
         self._spend(_OBJECT_BYTES + len(text))
-        hasher.update(_tag(kind) + struct.pack("<q", len(text)) + text)
+        self._update(_tag(kind) + struct.pack("<q", len(text)) + text)
 
-    def _container(self, hasher: Any, value: Any, path: str) -> None:
+    def _container(self, value: Any, path: str) -> None:
         kind: Any = type(value)
         self._spend(_OBJECT_BYTES)
-        if not issubclass(kind, tuple) and self._is_met(hasher, value):
+        if not issubclass(kind, tuple) and self._is_met(value):
             return
         if self._depth == MAX_DEPTH:
             raise UncapturedError(TOO_DEEP)
         self._depth += 1
-        factory = getattr(value, "default_factory", None)
-        is_known = factory_of(value) is None
-        if getattr(value, "__dict__", None) or hasattr(kind, "__deepcopy__") or not is_known:
-            self.is_plain = False  # a deep copy would copy more than the elements
-        hasher.update(struct.pack("<q", len(value)))
+        factory = None if kind in NESTED else getattr(value, "default_factory", None)
+        is_known = factory is None or factory_of(value) is None
+        if kind not in NESTED:  # a deep copy may copy more than the elements
+            has_more = getattr(value, "__dict__", None) or hasattr(kind, "__deepcopy__")
+            self.is_plain = self.is_plain and is_known and not has_more
+        self._update(struct.pack("<q", len(value)))
         if kind is deque:
-            hasher.update(repr(value.maxlen).encode())
+            self._update(repr(value.maxlen).encode())
         if kind in SETS:
-            self._set(hasher, value)
+            texts = "".join(sorted(map(self._element, value)))
+            self._update(texts.encode("utf-8", "surrogatepass"))
         elif kind in MAPPINGS:
-            hasher.update((repr(factory) if is_known else sort_of(factory)).encode())
+            self._update((repr(factory) if is_known else sort_of(factory)).encode())
             for key, each in value.items():
-                self.feed(hasher, key, path)
-                self.feed(hasher, each, f"{path}[{key!r}]")
-        elif not (self._numbers(hasher, value) or self._rows(hasher, value)):
+                self._feed(key, path)
+                self._item(each, path, key)
+        elif not self._columns(value):
             for index, each in enumerate(value):
-                self.feed(hasher, each, f"{path}[{index}]")
+                self._item(each, path, index)
         self._depth -= 1
 
-    def _numbers(self, hasher: Any, value: Any) -> bool:
-        """A long sequence of floats at once."""
-        if len(value) < _MIN_ROWS or self._ignore_floats or set(map(type, value)) != {float}:
-            return False
-        self._spend(_OBJECT_BYTES * len(value))
-        hasher.update(b"floats")
-        hasher.update(np.array(value, "<f8"))
-        return True
+    def _item(self, value: Any, path: str, key: Any) -> None:
+        if type(value) in _PLAIN:  # most of them: without a path, which takes longer than the rest
+            self._scalar(value, path)
+        else:
+            self._feed(value, f"{path}[{key!r}]")
 
-    def _rows(self, hasher: Any, value: Any) -> bool:
-        """A long sequence of arrays, or of tuples of numbers and arrays, column by column."""
-        kinds = set(map(type, value))
-        kind: Any = next(iter(kinds), None)
-        if len(value) < _MIN_ROWS or len(kinds) > 1 or self._ignore_floats:
+    def _columns(self, value: Any) -> bool:
+        """A long sequence at once: of floats, of arrays, or of tuples of numbers and arrays."""
+        if len(value) < _MIN_ROWS or self.ignore_floats:
             return False
+        kinds = set(map(type, value))
+        kind: Any = next(iter(kinds))
+        if len(kinds) > 1:
+            return False
+        if kind is float:
+            self._spend(_OBJECT_BYTES * len(value))
+            self._update(b"floats")
+            self._update(np.array(value, "<f8"))
+            return True
+        columns: list[list[Any]] = []
         if kind is np.ndarray:
             columns = [list(value)]
         elif (kind is tuple or is_namedtuple(kind)) and len(set(map(len, value))) == 1:
             columns = [list(each) for each in zip(*value, strict=True)]
-        else:
-            return False
         arrays = [_packed(each) for each in columns]
         if not columns or any(each is None for each in arrays):
             return False
         self._spend(_OBJECT_BYTES * len(value) * (1 + len(columns)))
-        hasher.update(b"rows" + _tag(kind) + struct.pack("<q", len(columns)))
+        self._update(b"rows" + _tag(kind) + struct.pack("<q", len(columns)))
         for column, array in zip(columns, arrays, strict=True):
-            self._column(hasher, column, array)
+            self._column(column, array)
         return True
 
-    def _column(self, hasher: Any, column: list[Any], first: Any) -> None:
-        hasher.update(_tag(class_of(column[0])) + f"{first.dtype.str}{first.shape}".encode())
+    def _column(self, column: list[Any], first: Any) -> None:
+        self._update(_tag(class_of(column[0])) + f"{first.dtype.str}{first.shape}".encode())
         if type(column[0]) is not np.ndarray:
-            hasher.update(first)
+            self._update(first)
             return
         self.is_plain = False
         self.memory += column
@@ -317,12 +263,8 @@ class Content:
             if number == len(kept):
                 kept.append(each)
             numbers.append(number)
-            hasher.update(each)
-        hasher.update(np.array(numbers, "<i8"))
-
-    def _set(self, hasher: Any, value: Any) -> None:
-        for text in sorted(map(self._element, value)):
-            hasher.update(text.encode("utf-8", "surrogatepass"))
+            self._update(each)
+        self._update(np.array(numbers, "<i8"))
 
     def _element(self, value: Any) -> str:
         """An element of a set, in a text that is the same in each process."""
@@ -333,31 +275,82 @@ class Content:
             raise UncapturedError("a set of objects")
         return f"{type(value).__name__} {value!r}"
 
-    def _tensor(self, hasher: Any, value: Tensor, path: str) -> None:
-        if value in self._foreign:
-            hasher.update(str(self._foreign.name_of(value)).encode())
+    def _tensor(self, value: Tensor, path: str) -> None:
+        if value in self.foreign:
+            self._update(str(self.foreign.name_of(value)).encode())
             return
         self.memory += [] if wraps_others(value) else [value]
         if gradient_of(value) is not None:
-            hasher.update(b"grad")
-            self.feed(hasher, value.grad, path)
-        hasher.update(f"{value.dtype}{tuple(value.shape)}{value.device.type}".encode())
+            self._update(b"grad")
+            self._feed(value.grad, path)
+        self._update(f"{value.dtype}{tuple(value.shape)}{value.device.type}".encode())
         for part in parts_of_tensor(value):
-            for piece in buffers_of(self._sampled(part)):
-                hasher.update(piece)
+            self._elements(part)
 
-    def _array(self, hasher: Any, value: Any, path: str) -> None:
+    def _array(self, value: Any, path: str) -> None:
+        self._update(f"{value.dtype.str}{value.shape}".encode())
         if value.dtype.hasobject:
-            hasher.update(f"{value.dtype.str}{value.shape}".encode())
-            self.feed(hasher, value.tolist(), path)
+            self._feed(value.tolist(), path)
         else:
             self.memory.append(value)
-            self._elements(hasher, value)
+            self._elements(value)
 
-    def _elements(self, hasher: Any, value: Any) -> None:
-        hasher.update(f"{value.dtype.str}{value.shape}".encode())
+    def _buffer(self, value: Any, path: str) -> None:
+        content = np.frombuffer(value, np.uint8)
+        self._update(f"{content.dtype.str}{content.shape}".encode())
+        self._elements(content)
+
+    def _elements(self, value: Any) -> None:
         for piece in buffers_of(self._sampled(value)):
-            hasher.update(piece)
+            self._update(piece)
+
+    def _generator(self, value: Any, path: str) -> None:
+        if self._has_generators:
+            self._feed(generator_state(value), path)
+
+    def _stateful(self, value: Any, path: str) -> None:
+        if value in self.foreign:
+            self._update(str(self.foreign.name_of(value)).encode())
+        else:
+            self._without_memory(self._feed, value.state_dict(), path)
+
+    def _reduced(self, value: Any, path: str) -> None:
+        for each in reduced(value):
+            self._without_memory(self._part, each, path)
+
+    def _without_memory(self, feed: Callable[[Any, str], None], value: Any, path: str) -> None:
+        """Feeds a part of what restores its own tensors and arrays."""
+        memory, self.memory = self.memory, []
+        feed(value, path)
+        self.memory = memory
+
+    def _part(self, value: Any, path: str) -> None:
+        """Adds a part of what makes an object; the code in it is known by its name."""
+        name = global_name(value)
+        if name:
+            self.makers[name] = value
+            self._update(name.encode())
+        elif type(value) is tuple:
+            for each in value:
+                self._part(each, path)
+        else:
+            self._feed(value, path)
+
+    def _object(self, value: Any, path: str) -> None:
+        """The path of an object, or the name of one that is saved elsewhere."""
+        self._update(str(self.path_of(value, path) or self.foreign.name_of(value)).encode())
+
+    def _code(self, value: Any, path: str) -> None:
+        self.path_of(value, path)  # other objects may change which one it is
+        self._update(sort_of(value).encode())
+
+    def _call(self, value: Any, path: str) -> None:
+        self._update(f"{sort_of(value)} {cache_size(value)}".encode())
+        for each in parts_of_call(value):
+            self._feed(each, path)
+
+    def _iterator(self, value: Any, path: str) -> None:
+        raise UncapturedError(f"a {type(value).__name__}, whose position nothing can read")
 
     def _sampled(self, value: Any) -> Any:
         """A tensor or an array; of one that is too large to be digested each time, some elements.
@@ -372,27 +365,58 @@ class Content:
         self._spend_memory(content.nbytes)
         return content
 
-    def _is_met(self, hasher: Any, value: Any) -> bool:
+    def _is_met(self, value: Any) -> bool:
         """Whether a cycle or an alias leads to an object that was digested before."""
         number = self._met.setdefault(id(value), len(self._met))
         if number < len(self._kept):
-            hasher.update(b"@" + struct.pack("<q", number))
+            self._update(b"@" + struct.pack("<q", number))
             return True
         self._kept.append(value)  # its id stays its own
         return False
 
     def _spend(self, num_bytes: int) -> None:
-        self._left -= num_bytes
+        self.left -= num_bytes
         self.num_objects += 1
         if self.num_objects > MAX_OBJECTS:
             raise OverLimitError(TOO_MANY)
-        if self._left < 0:
+        if self.left < 0:
             raise OverLimitError
 
     def _spend_memory(self, num_bytes: int) -> None:
-        self._left_memory -= num_bytes
-        if self._left_memory < 0:
+        self.left_memory -= num_bytes
+        if self.left_memory < 0:
             raise OverLimitError
+
+    # How each kind of value is added.
+    _feeds: ClassVar[dict[Kind, Callable[[Content, Any, str], None]]] = {
+        Kind.SCALAR: _scalar,
+        Kind.CONTAINER: _container,
+        Kind.TENSOR: _tensor,
+        Kind.ARRAY: _array,
+        Kind.BUFFER: _buffer,
+        Kind.GENERATOR: _generator,
+        Kind.STATEFUL: _stateful,
+        Kind.REDUCED: _reduced,
+        **dict.fromkeys((Kind.OBJECT, Kind.MODULE), _object),
+        **dict.fromkeys((Kind.FUNCTION, Kind.CLASS), _code),
+        Kind.CALL: _call,
+        Kind.ITERATOR: _iterator,
+        Kind.NAMED: lambda self, value, _: self._update(sort_of(value).encode()),
+        Kind.LEAF: lambda self, *_: self._update(b"leaf"),
+        Kind.CONSTANT: lambda self, value, _: self._update(repr(value).encode()),
+        Kind.SHARED: lambda self, value, _: self._update(bytes(memory_of(value))),
+        Kind.OPAQUE: lambda self, value, _: self._update(str(id(value)).encode()),
+    }
+    # Of these, a second path to one object says so. A container looks by itself: a tuple is none.
+    _aliased: ClassVar[frozenset[Kind]] = frozenset(
+        {Kind.OBJECT, Kind.MODULE, Kind.FUNCTION, Kind.CLASS, Kind.TENSOR, Kind.ARRAY, Kind.BUFFER}
+        | {Kind.GENERATOR, Kind.STATEFUL, Kind.REDUCED}
+    )
+
+
+def has_paths(value: Any) -> bool:
+    """Whether its digest depends on paths of objects, which differ between user states."""
+    return any(kind_of(each) in _WITH_PATHS for each in parts_in(value))
 
 
 def gradient_of(tensor: Tensor) -> Tensor | None:
@@ -476,16 +500,6 @@ def _packed(column: list[Any]) -> Any:
 @cache
 def _tag(kind: type) -> bytes:
     return f"<{kind.__module__}.{kind.__qualname__}>".encode()
-
-
-def _identity(kind: Kind, value: Any) -> bytes:
-    if kind is Kind.CONSTANT:
-        return repr(value).encode()
-    if kind is Kind.SHARED:
-        return bytes(memory_of(value))
-    if kind is Kind.NAMED:
-        return sort_of(value).encode()
-    return b"leaf" if kind is Kind.LEAF else str(id(value)).encode()
 
 
 def size_of(value: Any) -> int:

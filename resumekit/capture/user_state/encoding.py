@@ -3,8 +3,7 @@
 Every container, tensor, array and object becomes a node of one flat table, and a value that refers
 to it is ``[index]``: aliases and cycles stay what they were. What JSON has stands for itself. The
 table is one text: thousands of nodes take milliseconds. What is no text, as a tensor, is in a list
-next to it, and the node has its index. No class is looked up by a name from the file alone: see
-``LiveClasses``.
+next to it, and the node has its index. See ``LiveClasses`` for the classes that it may name.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ import functools
 import json
 import math
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -34,13 +33,15 @@ from resumekit.capture.user_state.digests import (
     gradient_of,
     reduced,
 )
-from resumekit.capture.user_state.secrets import is_secret
+from resumekit.capture.user_state.exclusions import is_secret
 from resumekit.capture.user_state.value_types import (
     CODE,
     FACTORIES,
     MAPPINGS,
     NAMED,
     SCALARS,
+    SEQUENCES,
+    SETS,
     TORCH_CONSTANTS,
     WEAK,
     Kind,
@@ -53,7 +54,6 @@ from resumekit.capture.user_state.value_types import (
     kind_of,
     kind_of_class,
     memory_of,
-    parts_in,
     parts_of_call,
     parts_of_tensor,
     sort_of,
@@ -64,19 +64,8 @@ from resumekit.capture.user_state.walk import Seen, Walk
 from resumekit.errors import StateMismatchError
 from resumekit.serialization import encode
 
-NODE_SEQUENCES: dict[str, Callable[..., Any]] = {
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "list": list,
-    "deque": deque,
-}
-NODE_MAPPINGS: dict[str, Callable[..., Any]] = {
-    "dict": dict,
-    "OrderedDict": OrderedDict,
-    "Counter": Counter,
-    "defaultdict": defaultdict,
-}
+NODE_SEQUENCES: dict[str, Any] = {each.__name__: each for each in (*SEQUENCES, *SETS)}
+NODE_MAPPINGS: dict[str, Any] = {each.__name__: each for each in MAPPINGS}
 # The fields of each kind of node, its name first.
 _NUM_FIELDS = {
     **dict.fromkeys(("live",), 1),
@@ -97,9 +86,6 @@ _DATA: dict[str, tuple[int, Any]] = {
 }
 _MAX_INT = 1 << 63
 _MAX_NUMBERS = 1024  # in the text; longer lists are next to it
-
-_PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
-_WITH_PATHS = CODE | {Kind.OBJECT, Kind.MODULE}
 
 # The fields that are lists of references or plain values, or the index of a list of numbers.
 _REFERENCES = {
@@ -248,7 +234,13 @@ class NodeEncoder:
                 raise UncapturedError(TOO_DEEP)
             index = self.indices[id(value)] = len(self.nodes)
             self.nodes.append([])
-            self.nodes[index] = self._node(kind_of(value), value)
+            name, make = self._foreign.name_of(value), self._makers.get(kind_of(value))
+            if name is not None:
+                self.nodes[index] = ["elsewhere", name, class_name(value)]
+            elif make is not None:
+                self.nodes[index] = make(self, value)
+            else:
+                raise _not_saved(value)
             self._depth -= 1
         return [index]
 
@@ -271,40 +263,26 @@ class NodeEncoder:
             raise UncapturedError(f"{describe(value)} whose .grad cannot be stored")
         return [] if grad is None else [self._value(grad)]
 
-    def _node(self, kind: Kind, value: Any) -> list[Any]:
-        name = self._foreign.name_of(value)
-        if name is not None:
-            return ["elsewhere", name, class_name(value)]
-        if kind is Kind.CONTAINER:
-            return self._container(value)
-        if kind in (Kind.SCALAR, Kind.CONSTANT, Kind.BUFFER, Kind.SHARED):
-            return self._constant(kind, value)
-        if kind in (Kind.OBJECT, Kind.MODULE, Kind.FUNCTION, Kind.CLASS):
-            return self._object(kind, value)
-        if kind is Kind.REDUCED:
-            return self._reduced(value)
-        if kind is Kind.CALL and (isinstance(value, functools.partial) or self._has_live(value)):
-            return self._call(value)
-        return self._data(kind, value)
-
-    def _data(self, kind: Kind, value: Any) -> list[Any]:
-        if kind is Kind.TENSOR:
-            return self._tensor(value)
-        if kind is Kind.ARRAY and not value.dtype.hasobject:
-            return ["array", self._add(value, value)]
-        if kind is Kind.ARRAY and value.dtype == object:
+    def _array(self, value: Any) -> list[Any]:
+        if value.dtype == object:
             return ["objects", list(value.shape), self._items(value.flat)]
-        if kind is Kind.GENERATOR:
-            return self._generator(value)
+        if value.dtype.hasobject:
+            raise _not_saved(value)
+        return ["array", self._add(value, value)]
+
+    def _stateful(self, value: Any) -> list[Any]:
+        if value in self._foreign:
+            return self._live(value)
         if not self._has_live(value):
-            raise UncapturedError(f"{describe(value)} in it cannot be saved")
-        if kind is Kind.STATEFUL and value not in self._foreign:
-            state = value.state_dict()
-            encode(state, where="")  # raises where a part of it cannot be stored
-            return ["stateful", class_name(value), self._next_to(state)]
-        if kind in (Kind.LEAF, Kind.NAMED, Kind.STATEFUL):
-            return _as_it_is(value)
-        raise UncapturedError(f"{describe(value)} in it cannot be saved")
+            raise _not_saved(value)
+        state = value.state_dict()
+        encode(state, where="")  # raises where a part of it cannot be stored
+        return ["stateful", class_name(value), self._next_to(state)]
+
+    def _live(self, value: Any) -> list[Any]:
+        if not self._has_live(value):
+            raise _not_saved(value)
+        return _as_it_is(value)
 
     def _tensor(self, value: Any) -> list[Any]:
         if value in self._foreign:
@@ -316,7 +294,7 @@ class NodeEncoder:
         if value.layout is not torch.strided or value.is_quantized or value.is_nested:
             what = f"{value.layout}, {value.dtype}"
             raise UncapturedError(f"a {type(value).__name__} that cannot be stored ({what})")
-        if type(value) not in _PLAIN_TENSORS and not self._has_live(value):
+        if type(value) not in (torch.Tensor, nn.Parameter) and not self._has_live(value):
             raise UncapturedError(f"{describe(value)} that training made")
         if wraps_others(value) and gradient_of(value) is None:
             parts = parts_of_tensor(value)
@@ -334,6 +312,8 @@ class NodeEncoder:
         return ["generator", name, self._next_to(state)]
 
     def _call(self, value: Any) -> list[Any]:
+        if not (isinstance(value, functools.partial) or self._has_live(value)):
+            raise _not_saved(value)
         if cache_size(value):
             raise UncapturedError("a cache of random values, which cannot be filled")
         parts = parts_of_call(value)
@@ -344,7 +324,7 @@ class NodeEncoder:
 
     def _reduced(self, value: Any) -> list[Any]:
         if class_of(value) in WEAK:
-            raise UncapturedError(f"{describe(value)} in it cannot be saved")
+            raise _not_saved(value)
         parts = maker, *content = reduced(value)
         self._kept.append(parts)  # nodes are found by the ids of what they are made of
         has_live = self._has_live(value)
@@ -382,33 +362,37 @@ class NodeEncoder:
             return [len(self.nodes) - 1]
         return self._value(value)
 
-    def _constant(self, kind: Kind, value: Any) -> list[Any]:
-        if kind is Kind.CONSTANT:
-            arguments = value.__reduce__()[1]
-            return ["constant", type(value).__name__, self._items(arguments)]
-        if kind is Kind.BUFFER:
-            return ["buffer", getattr(value, "typecode", ""), self._next_to(bytes(value))]
-        if kind is Kind.SHARED and self._has_live(value):
-            return ["shared", class_name(value), self._next_to(bytes(memory_of(value)))]
+    def _constant(self, value: Any) -> list[Any]:
+        return ["constant", type(value).__name__, self._items(value.__reduce__()[1])]
+
+    def _buffer(self, value: Any) -> list[Any]:
+        return ["buffer", getattr(value, "typecode", ""), self._next_to(bytes(value))]
+
+    def _shared(self, value: Any) -> list[Any]:
+        if not self._has_live(value):
+            raise _not_saved(value)
+        return ["shared", class_name(value), self._next_to(bytes(memory_of(value)))]
+
+    def _scalar(self, value: Any) -> list[Any]:
         if isinstance(value, Enum):
             if value.name not in type(value).__members__:  # several flags
-                raise UncapturedError(f"{describe(value)} in it cannot be saved")
+                raise _not_saved(value)
             return ["enum", class_name(value), value.name]
-        if type(value) in SCALARS or _is_number(value):
+        is_number = isinstance(value, np.generic) and not value.dtype.hasobject
+        if is_number or type(value) in SCALARS:
             return ["data", self._next_to(value)]
         if type(value) not in TORCH_CONSTANTS:
-            raise UncapturedError(f"{describe(value)} in it cannot be saved")
+            raise _not_saved(value)
         name = {torch.dtype: "dtype", torch.device: "device"}.get(type(value), "size")
-        if name == "size":
-            return [name, list(value)]
-        return [name, str(value).removeprefix("torch.")]
+        return [name, list(value) if name == "size" else str(value).removeprefix("torch.")]
 
     def _container(self, value: Any) -> list[Any]:
-        kind = type(value)
+        kind: Any = type(value)
         if is_namedtuple(kind):
-            if self._classes.get(class_name_of(kind)) is not kind:
+            name = class_name_of(kind)
+            if self._classes.get(name) is not kind:
                 raise UncapturedError(f"{describe(value)}, whose class no live object's module has")
-            return ["namedtuple", class_name_of(kind), list(value._fields), self._items(value)]
+            return ["namedtuple", name, list(value._fields), self._items(value)]
         name = kind.__name__
         if kind in MAPPINGS:
             items = [self._item(key, each) for key, each in value.items()]
@@ -431,7 +415,7 @@ class NodeEncoder:
         items = list(values)
         if len(items) > _MAX_NUMBERS and {*map(type, items)} <= {int, float}:
             return self._next_to(items)
-        return [self._value(each) for each in items]
+        return [each if _is_text(each) else self._value(each) for each in items]
 
     def _item(self, key: Any, value: Any) -> Any:
         if isinstance(key, str) and is_secret(key, value):
@@ -439,20 +423,23 @@ class NodeEncoder:
         return self._value(value)
 
     def _key(self, key: Any) -> Any:
+        if _is_text(key):
+            return key
         keys = key if type(key) is tuple else (key,)
         if not all(kind_of(each) is Kind.SCALAR for each in keys):
             raise UncapturedError(f"{describe(key)} as a key cannot be saved")
         return self._value(key)
 
-    def _object(self, kind: Kind, wrapped: Any) -> list[Any]:
-        value = without_wrappers(wrapped)
+    def _object(self, wrapped: Any) -> list[Any]:
+        value, kind = without_wrappers(wrapped), kind_of(wrapped)
         path = self._walk.paths.get(id(value))
         name = class_name(value)
         if path is None:
             if self._has_live(value):
                 return _as_it_is(value)
             raise UncapturedError(f"{describe(value)} in it is saved elsewhere")
-        if self._known.get(path) == sort_of(value) and not (kind in CODE and is_library(value)):
+        is_known = path in self._known and self._known[path] == sort_of(value)
+        if is_known and not (kind in CODE and is_library(value)):
             return ["object", path, class_name(wrapped)]
         is_ours = self._classes.get(name) is type(value) and can_be_made(class_of(value))
         if kind not in (Kind.OBJECT, Kind.MODULE) or not is_ours or wrapped is not value:
@@ -498,6 +485,27 @@ class NodeEncoder:
             if seen.is_ignored or seen.problem:
                 raise UncapturedError(f"{seen.slot.label(path)} in it cannot be saved")
             yield seen.slot, seen.value
+
+    # What makes the node of each kind of value.
+    _makers: ClassVar[dict[Kind, Callable[[NodeEncoder, Any], list[Any]]]] = {
+        Kind.SCALAR: _scalar,
+        Kind.CONTAINER: _container,
+        Kind.TENSOR: _tensor,
+        Kind.ARRAY: _array,
+        Kind.BUFFER: _buffer,
+        Kind.GENERATOR: _generator,
+        Kind.STATEFUL: _stateful,
+        Kind.REDUCED: _reduced,
+        Kind.CALL: _call,
+        Kind.CONSTANT: _constant,
+        Kind.SHARED: _shared,
+        **dict.fromkeys((Kind.OBJECT, Kind.MODULE, Kind.FUNCTION, Kind.CLASS), _object),
+        **dict.fromkeys((Kind.NAMED, Kind.LEAF), _live),
+    }
+
+
+def _not_saved(value: Any) -> UncapturedError:
+    return UncapturedError(f"{describe(value)} in it cannot be saved")
 
 
 def read_nodes(
@@ -574,15 +582,6 @@ def _is_text(value: Any) -> bool:
 def _as_it_is(value: Any) -> list[Any]:
     """A node for what the next launch has: at the same position, or under the same name."""
     return ["named", sort_of(value)] if kind_of(value) in NAMED else ["live"]
-
-
-def has_paths(value: Any) -> bool:
-    """Whether its digest depends on paths of objects, which differ between user states."""
-    return any(kind_of(each) in _WITH_PATHS for each in parts_in(value))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, np.generic) and not value.dtype.hasobject
 
 
 def _references(node: Sequence[Any], data: Sequence[Any]) -> Iterable[Any]:

@@ -19,16 +19,17 @@ from resumekit.capture.user_state.attributes import (
     Role,
     ValueSlot,
     deleted_slots,
+    is_below,
     lines_of_changed_parts,
     may_appear,
+    moved_state,
     parts_of_modules,
 )
 from resumekit.capture.user_state.decoding import NodeDecoder, device_of
-from resumekit.capture.user_state.digests import TOO_MANY, UncapturedError
-from resumekit.capture.user_state.encoding import NodeEncoder, has_paths, read_nodes
+from resumekit.capture.user_state.digests import TOO_MANY, UncapturedError, has_paths
+from resumekit.capture.user_state.encoding import NodeEncoder, read_nodes
+from resumekit.capture.user_state.exclusions import is_secret
 from resumekit.capture.user_state.memory import Layout, aliases, check_layouts
-from resumekit.capture.user_state.paths import is_below, moved_state
-from resumekit.capture.user_state.secrets import is_secret
 from resumekit.capture.user_state.value_types import (
     SCALARS,
     Absent,

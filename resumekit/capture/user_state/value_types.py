@@ -45,6 +45,8 @@ from resumekit.state import Stateful
 class Kind(Enum):
     """How a value is treated."""
 
+    __hash__ = object.__hash__  # Enum's is Python code, and each value of a walk asks for it
+
     SCALAR = "a plain value"
     CONTAINER = "a container of values"
     TENSOR = "a tensor"
@@ -387,7 +389,8 @@ def _names_of(kind: Any) -> frozenset[str]:
     return frozenset(f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__)
 
 
-def is_namedtuple(kind: type) -> bool:
+@functools.cache
+def is_namedtuple(kind: Any) -> bool:
     """Whether a class is that of a namedtuple."""
     return issubclass(kind, tuple) and hasattr(kind, "_fields") and hasattr(kind, "_make")
 

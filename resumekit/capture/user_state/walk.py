@@ -35,10 +35,8 @@ from resumekit.capture.user_state.digests import (
     plain_digest,
     size_of,
 )
-from resumekit.capture.user_state.foreign import Foreign
-from resumekit.capture.user_state.library_attributes import attributes_set_by
+from resumekit.capture.user_state.exclusions import Foreign, attributes_set_by, is_secret
 from resumekit.capture.user_state.memory import Clusters
-from resumekit.capture.user_state.secrets import is_secret
 from resumekit.capture.user_state.value_types import (
     CODE,
     LIBRARIES,
@@ -311,7 +309,8 @@ class _Walker:
         ignore_floats: bool,
     ) -> None:
         self._scope, self._too_large, self._former = scope, too_large, former
-        self._foreign = Foreign(scope.foreign(), holders.values(), scope.named(), former)
+        roots = [each.value for each in holders.values() if each.is_component]
+        self._foreign = Foreign(scope.foreign(), roots, scope.named(), former)
         self._found = Walk(self._foreign)
         self._is_of_library = False  # the object whose slots are looked at
         self._left_out: Collection[str] = ()  # its attributes that a framework's adapter saves
@@ -321,13 +320,8 @@ class _Walker:
         self._used: set[tuple[int, tuple[str, ...]]] = set()  # the globals that were looked at
         self._types: set[type] = set()  # of the objects that were looked at
         self._waiting: deque[tuple[str, Any, Holder]] = deque()
-        self._content = Content(
-            self.path_of,
-            self._foreign,
-            scope.limit_bytes,
-            scope.memory_bytes,
-            ignore_floats=ignore_floats,
-        )
+        limits = scope.limit_bytes, scope.memory_bytes
+        self._content = Content(self.path_of, self._foreign, *limits, ignore_floats)
         self._ignores_floats = ignore_floats
         self._holder = Holder(None)
         for name, holder in holders.items():

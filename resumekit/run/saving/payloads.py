@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from resumekit.capture import FlatOptimizerState, frozen_of
+from resumekit.capture.fsdp1 import FlatOptimizerState
+from resumekit.capture.model import frozen_of
 from resumekit.distributed import World
 from resumekit.run.agreement import ComponentGroups
 from resumekit.serialization import (
@@ -172,7 +173,6 @@ def _plan_within(
 
 
 # ---------------------------------------------------------------- links to earlier files
-
 
 
 class FrozenLinks:

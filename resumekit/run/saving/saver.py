@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
-from resumekit.capture import frozen_of
+from resumekit.capture.model import frozen_of
 from resumekit.distributed import World
 from resumekit.errors import ResumekitError
 from resumekit.progress_display import show_progress

@@ -16,13 +16,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from resumekit.capture import (
     ModelState,
     OptimizerState,
-    frozen_of,
     pairs_of,
     rank_buffer_components,
     require_gradients,
     state_components,
 )
 from resumekit.capture.fsdp1 import FlatModelState, FlatOptimizerState, flat_parts
+from resumekit.capture.model import frozen_of
 from resumekit.errors import (
     ConfigurationError,
     DeclarationError,

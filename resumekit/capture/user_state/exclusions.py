@@ -1,7 +1,12 @@
-"""What is saved elsewhere: the models, optimizers and tensors of other components."""
+"""What is no user state: what is saved elsewhere, what libraries set, what looks like a secret."""
 
 from __future__ import annotations
 
+import dis
+import functools
+import inspect
+import re
+import types
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Set
 from functools import cached_property
@@ -11,13 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from resumekit.capture.model import modules_in
-from resumekit.capture.user_state.attributes import Holder, registered, tensors_in_state_dict
 from resumekit.capture.user_state.value_types import (
     Kind,
     kind_of,
     parts_in,
     parts_of_tensor,
     sort_of,
+    top_package,
+    word_set,
     wraps_others,
 )
 
@@ -30,7 +36,7 @@ class Foreign:
 
     Args:
         given: the objects.
-        holders: the roots; those with ``is_component`` are entered, and their tensors are foreign.
+        roots: modules whose ``state_dict`` is saved elsewhere, and that are entered all the same.
         named: those that a value may refer to, by the keys of their components.
         made: the ids of objects that were not saved elsewhere at first: a part of a model that is
             one of them is no part of it when a resumed launch begins.
@@ -39,13 +45,12 @@ class Foreign:
     def __init__(
         self,
         given: Iterable[Any],
-        holders: Iterable[Holder],
+        roots: Iterable[nn.Module],
         named: Mapping[str, Any],
         made: Container[int],
     ) -> None:
         self._named, self._made = named, made
         self._keys = {id(each): key for key, each in named.items()}
-        roots = [each.value for each in holders if each.is_component]
         self._inside = [module for root in roots for module in modules_in(root)]
         self.of_components = {id(module) for module in self._inside}
         self._ids: set[int] = set()
@@ -85,7 +90,7 @@ class Foreign:
         It is the key of the component, and of a module or a parameter in it also the path there.
         """
         key = self._keys.get(id(value))
-        if key is None and isinstance(value, (nn.Module, nn.Parameter)):
+        if key is None and isinstance(value, (nn.Module, Tensor)):  # is it a Parameter: slow to ask
             key = self._names_of_parts.get(id(value))
         return key
 
@@ -139,6 +144,34 @@ class Foreign:
         return bool(self._memory) and address_of(value) in self._memory
 
 
+def registered(module: nn.Module, what: str) -> Any:
+    """What a module itself registers, values that are None included.
+
+    Args:
+        module: the module.
+        what: ``"parameters"``, ``"buffers"``, ``"modules"`` or ``"non_persistent_buffers_set"``.
+    """
+    # torch 2.13 nn/modules/module.py Module.__init__ makes them under these names with a "_".
+    return getattr(module, f"_{what}")
+
+
+KINDS_OF_TENSORS = ("parameter", "buffer")
+
+
+def tensors_in_state_dict(module: nn.Module) -> Iterator[Any]:
+    """The parameters and persistent buffers of a module itself."""
+    yield from (each for _, _, each in named_in_state_dict(module))
+
+
+def named_in_state_dict(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """Kind, name and value of each of them."""
+    loose = registered(module, "non_persistent_buffers_set")
+    for kind in KINDS_OF_TENSORS:
+        for name, each in registered(module, f"{kind}s").items():
+            if each is not None and name not in loose:
+                yield kind, name, each
+
+
 def trained_parameters(objects: Iterable[Any]) -> Iterator[Tensor]:
     """The parameters of the optimizers among some objects, which are saved with them."""
     for each in objects:
@@ -152,3 +185,107 @@ def address_of(tensor: Tensor) -> int:
     is_plain = type(inner) in (Tensor, nn.Parameter) and inner.layout is torch.strided
     address = inner.untyped_storage().data_ptr() if is_plain else 0
     return address or id(tensor)
+
+
+# ---------------------------------------------------------------- set by libraries
+
+
+def attributes_set_by(libraries: frozenset[str], kind: Any) -> frozenset[str]:
+    """The names of the attributes that the code of some libraries sets in objects of a class.
+
+    They are read from the bytecode of the base classes, so what is left is the user's in every
+    version. A hand-kept list would hold 87 names for transformers' Trainer 5.23, 181 for TRL's
+    GRPOTrainer 1.16 and 21 for LightningModule 2.6. Reading takes up to 0.3 s, once for each class.
+
+    Args:
+        libraries: the names of their top-level packages.
+        kind: the class.
+    """
+    return _of_class(libraries, kind)
+
+
+@functools.cache
+def _of_class(libraries: frozenset[str], kind: Any) -> frozenset[str]:
+    return _set_in(tuple(each for each in kind.__mro__ if top_package(each) in libraries))
+
+
+def attributes_set_in(value: Any, method: str) -> frozenset[str]:
+    """The names of the attributes that one method of an object sets; none where it has no such.
+
+    Args:
+        value: the object.
+        method: the method's name.
+    """
+    return frozenset(_set_by_member(inspect.getattr_static(type(value), method, None)))
+
+
+@functools.cache
+def _set_in(kinds: tuple[type, ...]) -> frozenset[str]:
+    members = (member for each in kinds for member in vars(each).values())
+    return frozenset(name for member in members for name in _set_by_member(member))
+
+
+def _set_by_member(member: Any) -> Iterator[str]:
+    """What a function sets, whatever it is decorated with."""
+    accessors = [getattr(member, name, None) for name in ("fget", "fset", "__func__", "func")]
+    for each in (member, *accessors):
+        code = getattr(inspect.unwrap(each), "__code__", None) if callable(each) else None
+        if code is not None:
+            yield from _set_by(code)
+
+
+def _set_by(code: types.CodeType) -> Iterator[str]:
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "STORE_ATTR":
+            yield instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _set_by(constant)
+
+
+# ---------------------------------------------------------------- secrets
+
+_ALWAYS_SECRET = word_set("apikey credential credentials passphrase passwd password pwd secret")
+_SECRET_KEYS = word_set(
+    """
+    access account api auth aws client encryption hf hub license private secret service session
+    signing ssh storage wandb
+    """
+)
+_TOKENS_OF_TEXT = word_set(
+    """
+    bos cls current decoder end eos first forced image last mask new next pad per prev previous
+    sep special start stop think unk
+    """
+)
+
+
+def is_secret(name: str, value: Any) -> bool:
+    """Whether an attribute looks like a secret: by the last words of its name, and text in it.
+
+    ``hf_token``, ``api_key`` and ``password`` do; ``tokens``, ``token_count``, ``pad_token``,
+    ``sort_key`` and ``key_padding`` do not, and a number never does.
+    """
+    return _names_secret(name) and _holds_text(value)
+
+
+@functools.cache
+def _names_secret(name: str) -> bool:
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    words = [*filter(None, snake.split("_"))]
+    if not words:
+        return False
+    last, before = words[-1], words[-2] if len(words) > 1 else ""
+    if last == "token":
+        return before not in _TOKENS_OF_TEXT
+    if last == "key":
+        return not before or before in _SECRET_KEYS
+    return last in _ALWAYS_SECRET
+
+
+def _holds_text(value: Any) -> bool:
+    """Whether it is text, or a container with some."""
+    if isinstance(value, (dict, list, tuple)):
+        items = value.values() if isinstance(value, dict) else value
+        return any(isinstance(each, (str, bytes)) and each for each in items)
+    return isinstance(value, (str, bytes)) and bool(value)
