@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from resumekit.data.epoch_order import DistributedResumableSampler, ResumableSampler
 from resumekit.data.iterable import ReplaySource
 from resumekit.data.keyed import SEED, RunSeed, check_randomness
 from resumekit.data.loader_introspection import (
@@ -10,7 +11,6 @@ from resumekit.data.loader_introspection import (
     stateful_generators,
 )
 from resumekit.data.map_style import MapSource
-from resumekit.data.multi import CombinedLoaders
 from resumekit.data.position import (
     DEFAULT_NAME,
     DataPosition,
@@ -21,8 +21,7 @@ from resumekit.data.position import (
     saved_batch_size,
 )
 from resumekit.data.prefetching import PrefetchedLoader, WrappedSource
-from resumekit.data.samplers import DistributedResumableSampler, ResumableSampler
-from resumekit.data.source import Source, user_objects
+from resumekit.data.source import CombinedLoaders, Source, user_objects
 from resumekit.data.stateful import StatefulSource
 
 __all__ = [

@@ -32,7 +32,7 @@ from torch.utils.data import (
 )
 
 from resumekit.capture import accelerator_in_use, require_fields
-from resumekit.data.epoch_order import OrderDigest
+from resumekit.data.epoch_order import DistributedResumableSampler, ResumableSampler
 from resumekit.data.loader_introspection import (
     DATASET_PREFIXES,
     known_length,
@@ -41,8 +41,7 @@ from resumekit.data.loader_introspection import (
     without_prefetch,
 )
 from resumekit.data.map_style import BatchMark, MapSource
-from resumekit.data.samplers import DistributedResumableSampler, ResumableSampler
-from resumekit.data.seeking import EPOCH_START, RecordingSampler
+from resumekit.data.seeking import EPOCH_START, OrderDigest, RecordingSampler
 from resumekit.data.workers import BatchWithNote, ReplacedDataset, RestoringInit
 from resumekit.errors import ConfigurationError, DriftError, UnsupportedValueError
 from resumekit.state import ComponentState, Fidelity

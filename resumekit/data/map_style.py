@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader, MapDataPipe
@@ -16,14 +17,15 @@ from resumekit.data.epoch_order import (
     Batching,
     may_draw_lazily,
     order_name,
-    unpack_order,
+    sampler_setting,
 )
 from resumekit.data.loader_changes import (
     FRAMEWORK_CHANGED,
-    is_reshared,
-    refetched,
-    sampler_setting,
-    unwrapped_position,
+    SHARED,
+    WRAPPED,
+    FittedPosition,
+    fit_position,
+    refuse_kind,
 )
 from resumekit.data.loader_introspection import (
     DATASET_PREFIXES,
@@ -38,8 +40,7 @@ from resumekit.data.loader_introspection import (
     shared_parts,
     unordered_reason,
 )
-from resumekit.data.resharding import FittedPosition, fit_position
-from resumekit.data.seeking import RecordingSampler, Seek, find_seeker
+from resumekit.data.seeking import RecordingSampler, Seek, find_seeker, is_reshared, unpack_order
 from resumekit.data.source import Source, user_objects
 from resumekit.data.stream_objects import MakeUserState, ObjectsAtStart
 from resumekit.data.workers import (
@@ -500,3 +501,43 @@ def _number(holder: Any, name: str) -> int | None:
     """A setting of any batch sampler; None where it has no such one."""
     value = getattr(holder, name, None)
     return value if isinstance(value, int) else None
+
+
+def refetched(states: Sequence[Mapping[str, Any]], batches: Iterator[Any]) -> Iterator[Any]:
+    """All batches. The first ones, which a framework had prefetched, use these RNG states again."""
+    rng = RngState()
+    for state in states:
+        current = rng.state_dict()
+        rng.load_state_dict(state)
+        fetched = list(islice(batches, 1))
+        rng.load_state_dict(current)
+        yield from fetched
+    yield from batches
+
+
+def unwrapped_position(state: Mapping[str, Any], kind: str, *, where: str) -> dict[str, Any]:
+    """The position of a loader that a framework had prepared, for the loader without the framework.
+
+    Args:
+        state: the saved position.
+        kind: of the source that is to take it.
+        where: the loader's name, for errors.
+
+    Raises:
+        DataPositionError: it is no position of such a loader.
+    """
+    inner = state.get("inner")
+    if state["kind"] != WRAPPED or inner is None or inner["kind"] != kind:
+        refuse_kind(state, kind, where=where)
+    shared = {key: state[key] for key in SHARED if key in state}
+    return {
+        **inner,
+        **shared,
+        "ahead": _without_generators(state["ahead"]),
+        FRAMEWORK_CHANGED: True,
+    }
+
+
+def _without_generators(states: Sequence[Mapping[str, Any] | None]) -> list[dict[str, Any]]:
+    # Private generators are those of the position itself, and move when the batch is fetched again.
+    return [{**state, "generators": {}} for state in states if state is not None]

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from resumekit.capture import UserState, require_fields
 from resumekit.data.iterable import ReplaySource
 from resumekit.data.keyed import KeyedSource, RunSeed
-from resumekit.data.loader_changes import WRAPPED
+from resumekit.data.loader_changes import WRAPPED, resplit_positions
 from resumekit.data.loader_introspection import (
     INNER,
     ExistingObjects,
@@ -20,10 +20,8 @@ from resumekit.data.loader_introspection import (
     without_history,
 )
 from resumekit.data.map_style import MapSource
-from resumekit.data.multi import CombinedLoaders, Cycling, Longest, Zipped
 from resumekit.data.prefetching import PrefetchedLoader, PrefetchingSource, WrappedSource
-from resumekit.data.resharding import resplit_positions
-from resumekit.data.source import Source
+from resumekit.data.source import CombinedLoaders, Cycling, Longest, Source, Zipped
 from resumekit.data.stateful import StatefulSource, restores_itself
 from resumekit.data.stream_objects import LoaderContent
 from resumekit.errors import ConfigurationError, DataPositionError, StateMismatchError

@@ -10,10 +10,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from resumekit.capture import RngState
-from resumekit.data.loader_changes import FRAMEWORK_CHANGED, RANKS, WRAPPED, wrapped_position
+from resumekit.data.loader_changes import (
+    FRAMEWORK_CHANGED,
+    RANKS,
+    SHARED,
+    WRAPPED,
+    FittedPosition,
+    fit_around_inner,
+    refuse_kind,
+)
 from resumekit.data.loader_introspection import INNER, announce_epoch, rewrap, without_prefetch
 from resumekit.data.map_style import MapSource
-from resumekit.data.resharding import FittedPosition, fit_around_inner
 from resumekit.data.source import Source
 from resumekit.data.stream_objects import FindParameters, MakeUserState
 from resumekit.errors import DataPositionError
@@ -331,3 +338,36 @@ class _Feed:
 
     def __next__(self) -> Any:
         return self._source.take()
+
+
+def wrapped_position(
+    state: Mapping[str, Any],
+    kind: str,
+    geometry: Mapping[str, Any],
+    names: Mapping[str, str],
+    *,
+    where: str,
+) -> dict[str, Any]:
+    """The position of a plain loader, as that of the same loader inside a framework's loader.
+
+    Args:
+        state: the saved position.
+        kind: of the source of the loader inside.
+        geometry: of the loader around it.
+        names: what the loader around it calls the generators of the one inside.
+        where: the loader's name, for errors.
+
+    Raises:
+        DataPositionError: it is no position of such a loader.
+    """
+    if state["kind"] != kind:
+        refuse_kind(state, WRAPPED, where=where)
+    generators = state["generators"]
+    return {
+        **{key: state[key] for key in SHARED if key in state},
+        "kind": WRAPPED,
+        "geometry": dict(geometry),
+        "generators": {names[name]: each for name, each in generators.items() if name in names},
+        "inner": {**state, FRAMEWORK_CHANGED: True},
+        "ahead": [],
+    }

@@ -20,7 +20,7 @@ from resumekit.data import (
     ResumableSampler,
     open_source,
 )
-from resumekit.data.samplers import LONGEST, InOrder, Permutation, share
+from resumekit.data.epoch_order import LONGEST, InOrder, Permutation, share
 from resumekit.errors import ConfigurationError, DataPositionError
 
 HUNDRED_MILLION = 100_000_000
