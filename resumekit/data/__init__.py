@@ -5,7 +5,7 @@ from __future__ import annotations
 from resumekit.data.epoch_order import DistributedResumableSampler, ResumableSampler
 from resumekit.data.iterable import ReplaySource
 from resumekit.data.keyed import SEED, RunSeed, check_randomness
-from resumekit.data.loader_introspection import (
+from resumekit.data.loader_traits import (
     is_seeded_by_epoch,
     samplers_of,
     stateful_generators,

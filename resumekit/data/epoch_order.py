@@ -26,7 +26,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from resumekit.data.loader_introspection import (
+from resumekit.data.loader_traits import (
     is_seeded_by_epoch,
     known_length,
     shards_whole_batches,

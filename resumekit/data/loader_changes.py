@@ -25,11 +25,12 @@ from resumekit.data.epoch_order import (
     Batching,
     sampler_setting,
 )
-from resumekit.data.loader_introspection import (
+from resumekit.data.loader_traits import (
     DATASET_PREFIXES,
+    WRAPPED,
+    LoaderTraits,
     initial_seed,
     private_generators,
-    samplers_of,
 )
 from resumekit.data.seeking import is_reshared, used_here
 from resumekit.errors import DataPositionError
@@ -67,13 +68,18 @@ def followed_changes(
 
 
 def unused_seeds(
-    saved: Mapping[str, Any], loader: Any, live: Mapping[str, Any], where: str, *, epoch: int
+    saved: Mapping[str, Any],
+    traits: LoaderTraits,
+    live: Mapping[str, Any],
+    where: str,
+    *,
+    epoch: int,
 ) -> Iterator[str]:
     """A line for each torch generator whose seed differs; its restored state is used.
 
     Args:
         saved: the states of the loader's generators in the checkpoint, by name.
-        loader: the loader.
+        traits: of the loader.
         live: the generators, before they are restored.
         where: the loader's name.
         epoch: the last one that was begun.
@@ -81,7 +87,7 @@ def unused_seeds(
     # sentence-transformers 5 sampler.py SetEpochMixin: the seed of an epoch is seed + epoch.
     by_epoch = {
         id(each)
-        for _, sampler in samplers_of(loader)
+        for sampler in traits.samplers.values()
         if callable(getattr(sampler, "set_epoch", None))
         for each in private_generators(sampler).values()
     }
@@ -191,7 +197,6 @@ def _sampler_noun(name: Mapping[str, Any]) -> str:
     return _SAMPLERS.get(name["kind"], sampler)
 
 
-WRAPPED = "wrapped"
 _KINDS = {
     "map": "a DataLoader that the loop draws from by itself",
     "keyed": "a DataLoader with randomness='keyed' that the loop draws from by itself",

@@ -14,12 +14,17 @@ from resumekit.data.loader_changes import (
     FRAMEWORK_CHANGED,
     RANKS,
     SHARED,
-    WRAPPED,
     FittedPosition,
     fit_around_inner,
     refuse_kind,
 )
-from resumekit.data.loader_introspection import INNER, announce_epoch, rewrap, without_prefetch
+from resumekit.data.loader_traits import (
+    WRAPPED,
+    LoaderTraits,
+    announce_epoch,
+    rewrap,
+    without_prefetch,
+)
 from resumekit.data.map_style import MapSource
 from resumekit.data.source import Source
 from resumekit.data.stream_objects import FindParameters, MakeUserState
@@ -51,13 +56,13 @@ class OuterSource(Source):
     each such batch was fetched from, so that a resume fetches it once more.
 
     Args:
-        loader: what the user gave.
+        traits: of what the user gave.
         name: what the run calls it.
         inner: the source that it draws from.
     """
 
-    def __init__(self, loader: Any, name: str, inner: Source) -> None:
-        super().__init__(loader, name)
+    def __init__(self, traits: LoaderTraits, name: str, inner: Source) -> None:
+        super().__init__(traits, name)
         self._inner = inner
         self.keyed = inner.keyed
         self._ahead: deque[_Fetched] = deque()
@@ -167,7 +172,7 @@ class PrefetchingSource(OuterSource):
     kind = "ahead"
 
     def __init__(self, inner: Source) -> None:
-        super().__init__(inner.loader, inner.name, inner)
+        super().__init__(inner.traits, inner.name, inner)
         self.private = dict(inner.private)
         self._rng = RngState(self.private)
         self._is_ahead = False  # of the current epoch a batch was asked for
@@ -234,7 +239,7 @@ class WrappedSource(OuterSource):
     is iterated, around an inner loader of our own.
 
     Args:
-        loader: the framework's loader.
+        traits: of the framework's loader.
         name: what the run calls it.
         open_inner: gives the source of the loader inside.
     """
@@ -242,11 +247,11 @@ class WrappedSource(OuterSource):
     kind = WRAPPED
 
     def __init__(
-        self, loader: Any, name: str, open_inner: Callable[[Any, str], MapSource] = MapSource
+        self, traits: LoaderTraits, name: str, open_inner: Callable[[Any, str], MapSource]
     ) -> None:
-        inner = getattr(loader, INNER)
-        super().__init__(loader, name, open_inner(inner, name))
-        self._outer = rewrap(loader, _Feed(self, inner))
+        assert traits.inner is not None
+        super().__init__(traits, name, open_inner(traits.inner, name))
+        self._outer = rewrap(traits.loader, _Feed(self, traits.inner.loader))
         self._again: deque[Any] = deque()  # batches fetched once more, for the outer loader to take
         self._continues = False  # the current epoch was begun by another process
         self._current_rng: dict[str, Any] = {}  # the RNG state that it continues from

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import Subset
 
 from resumekit.capture import Holder, RngState, generator_state, set_generator_state
 from resumekit.capture.user_state import attributes_set_in, is_user_object
@@ -17,10 +17,9 @@ from resumekit.data.loader_changes import (
     refuse_kind,
     unused_seeds,
 )
-from resumekit.data.loader_introspection import (
-    has_estimated_length,
+from resumekit.data.loader_traits import (
+    LoaderTraits,
     known_length,
-    loader_generators,
 )
 from resumekit.data.stream_objects import FindParameters, MakeUserState
 from resumekit.errors import DataPositionError
@@ -31,6 +30,8 @@ class Source(ABC):
     """A training loader and the position of its next batch.
 
     Attributes:
+        traits: what the loader is.
+        loader: the loader.
         name: what the run calls this loader.
         names: the names of the loaders in it: its own.
         epoch: the epoch of the next batch.
@@ -48,8 +49,9 @@ class Source(ABC):
     kind: ClassVar[str]
     keyed: bool = False  # whether samples draw from keys, and so not from the run's state
 
-    def __init__(self, loader: Any, name: str) -> None:
-        self.loader = loader
+    def __init__(self, traits: LoaderTraits, name: str) -> None:
+        self.traits = traits
+        self.loader = traits.loader
         self.name = name
         self.names: tuple[str, ...] = (name,)
         self.epoch = 0
@@ -67,7 +69,7 @@ class Source(ABC):
         self.epoch_length: int | None = None  # of the current epoch, where it is a special one
         self._length_in = -1  # the epoch for which the loader was asked its length last
         self._length: int | None = None
-        self.private = loader_generators(loader)
+        self.private = dict(traits.generators)
         self._rng = RngState(self.private)  # all that the order may be drawn from
         self._iterator: Iterator[Any] | None = None
         self._pending: dict[str, Any] | None = None  # the position to find when the epoch begins
@@ -150,7 +152,7 @@ class Source(ABC):
     @property
     def num_batches(self) -> int | None:
         """The batches of one epoch on this rank, or None where the loader does not say."""
-        unknown = self._is_endless or has_estimated_length(self.loader)
+        unknown = self._is_endless or self.traits.is_iterable
         return None if unknown else known_length(self.loader)
 
     @property
@@ -266,7 +268,7 @@ class Source(ABC):
         }
         begun = self.epoch if within else self.epoch - 1
         self.changes += tuple(
-            unused_seeds(self._generators, self.loader, self.private, self.name, epoch=begun)
+            unused_seeds(self._generators, self.traits, self.private, self.name, epoch=begun)
         )
 
     def _fitted(self, state: Mapping[str, Any]) -> FittedPosition:
@@ -329,16 +331,8 @@ def user_objects(
         given: some of what the loader calls, by name; None for all.
         shared: the ids of values that are left out.
     """
-    loader = source.loader
-    itself = loader if isinstance(loader, IterableDataset) else None
-    given = given or {
-        "dataset": getattr(loader, "dataset", itself),
-        "collate_fn": getattr(loader, "collate_fn", None),
-        "sampler": getattr(loader, "sampler", None),
-        "batch_sampler": getattr(loader, "batch_sampler", None),
-    }
     found: dict[str, Holder] = {}
-    for name, each in given.items():
+    for name, each in (given or source.traits.parts).items():
         value = each
         while type(value) is Subset:
             value = value.dataset

@@ -30,7 +30,7 @@ from resumekit.adapters.torch import Checkpointer
 from resumekit.capture import RngState
 from resumekit.data import DataPosition, open_source
 from resumekit.data.keyed import Keys, Purpose, RunSeed, index_bytes, seed_generators
-from resumekit.data.loader_introspection import nested_generators
+from resumekit.data.loader_traits import nested_generators
 from resumekit.errors import (
     ConfigurationError,
     DataPositionError,
