@@ -498,19 +498,20 @@ class ExistingObjects:
     the loop gives them. Within one process the second epoch shows it. A process that resumes at the
     start of an epoch sees one loader only, and looks at what existed before: otherwise a generator
     that the loop has seeded for this epoch would get its state of the former one. Without it three
-    tests of such loops fail: ``rebuilt*`` in tests/test_loaders.py.
+    tests of such loops fail: ``rebuilt*`` in tests/test_loaders.py. A walk from the script's
+    variables does not do: it takes a loader that a cache holds for a new one, whose generators
+    would not be restored (``loader_of_a_cache`` there).
     """
 
     def __init__(self) -> None:
-        self._references = {id(each): _reference(each) for each in _living()}
+        self._references = [_reference(each) for each in _living()]
 
     def contains(self, thing: Any) -> bool:
         """Whether it existed, as far as this can be known."""
         thing = getattr(thing, INNER, thing)  # what a framework wraps, it makes together with it
         if not isinstance(thing, _KINDS):
             return True
-        reference = self._references.get(id(thing))
-        if reference is not None and reference() is thing:
+        if any(reference() is thing for reference in self._references):
             return True
         # Objects after gc.freeze() are not listed; they are older than any epoch.
         return not any(each is thing for each in _living())
@@ -544,15 +545,9 @@ def without_history(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _living() -> list[Any]:
     # Not isinstance: it would ask each of a million objects, and some answer for another one.
-    kinds = {kind for base in _KINDS for kind in _and_subclasses(base)}
-    return [each for each in gc.get_objects() if type(each) in kinds]
-
-
-def _and_subclasses(kind: type) -> Iterator[type]:
-    yield kind
-    subclasses: list[type] = kind.__subclasses__()
-    for subclass in subclasses:
-        yield from _and_subclasses(subclass)
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, _KINDS)}
+    return [each for each in objects if type(each) in kinds]
 
 
 def _reference(thing: Any) -> Callable[[], Any]:
