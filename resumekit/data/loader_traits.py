@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, islice, repeat
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -27,7 +27,6 @@ from resumekit.capture import GENERATOR_TYPES
 INNER = "base_dataloader"
 # How the position in a loader is found.
 MAP, WRAPPED, STATEFUL, REPLAY = "map", "wrapped", "stateful", "replay"
-_SHARED = (Dataset, torch.nn.Module, ModuleType)
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,6 @@ class LoaderTraits:
         parts: what it calls: the dataset (itself where it is an iterable one), the function that
             collates, and samplers; None for one that it does not have.
         samplers: every sampler, by dotted name, outermost first.
-        generators: every private generator, see ``loader_generators``.
         num_workers: the number of its worker processes.
         keeps_workers: they outlive the epoch.
         unordered: why no resume can repeat the order in which workers deliver; empty where one can.
@@ -66,7 +64,6 @@ class LoaderTraits:
     is_node_loader: bool
     parts: Mapping[str, Any]
     samplers: Mapping[str, Any]
-    generators: Mapping[str, Any]
     num_workers: int
     keeps_workers: bool
     unordered: str
@@ -97,7 +94,6 @@ class LoaderTraits:
                 **{name: getattr(loader, name, None) for name in _CALLED},
             },
             samplers=dict(samplers_of(loader)),
-            generators=loader_generators(loader),
             num_workers=num_workers,
             keeps_workers=bool(num_workers and getattr(loader, "persistent_workers", False)),
             unordered=_UNORDERED if is_unordered else "",
@@ -135,7 +131,32 @@ class LoaderTraits:
 
     def shared_parts(self) -> dict[int, Any]:
         """What a copy of its samplers shares with them now, as the memo of a deep copy."""
-        return _shared_parts(self.dataset, self.samplers.values())
+        attributes = (getattr(each, "__dict__", {}).values() for each in self.samplers.values())
+        parts = filter(_is_shared, chain.from_iterable(attributes))
+        return {id(each): each for each in (self.dataset, *parts)}
+
+    @cached_property
+    def generators(self) -> dict[str, Any]:
+        """Every private generator that it draws from in this process, each once, by dotted name.
+
+        Read when it is first asked. Those of a sampler may be in an object below it, or in a module
+        that its ``__iter__`` names. The dataset's own are among them only where there are no
+        workers: in workers they are copies that this process cannot see.
+        """
+        found = private_generators(self.loader)
+        of_samplers = nested_generators(self.samplers, left_out=self.shared_parts())
+        found.update(with_state(of_samplers))
+        for name in () if self.num_workers else ("dataset", "collate_fn"):
+            found.update(private_generators(self.parts[name], f"{name}."))
+        return each_once(found)
+
+
+def _is_shared(value: Any) -> bool:
+    return isinstance(value, (Dataset, torch.nn.Module, ModuleType))
+
+
+def _is_shared(value: Any) -> bool:
+    return isinstance(value, (Dataset, torch.nn.Module, ModuleType))
 
 
 _CALLED = ("collate_fn", "sampler", "batch_sampler")
@@ -273,11 +294,6 @@ def iterate_copy(copied: DataLoader[Any], kept: Iterable[str], num_used: int = 0
     return iterator
 
 
-def _shared_parts(dataset: Any, samplers: Iterable[Any]) -> dict[int, Any]:
-    parts = [dataset, *(each for one in samplers for each in getattr(one, "__dict__", {}).values())]
-    return {id(each): each for each in parts if each is dataset or isinstance(each, _SHARED)}
-
-
 def rewrap(loader: Any, inner: Any) -> Any:
     """A shallow copy of a framework's loader that draws from ``inner``."""
     # Not copy.copy: accelerate 1.15 data_loader.py DataLoaderShard.__reduce__ would first build one
@@ -340,35 +356,12 @@ def private_generators(holder: Any, prefix: str = "") -> dict[str, Any]:
     }
 
 
-def loader_generators(loader: Any) -> dict[str, Any]:
-    """Every private generator that a loader draws from in this process, each once.
-
-    Those of a sampler may be in an object below it, or in a module that its ``__iter__`` names.
-    The dataset's own are among them only when the loader has no workers: in workers they are copies
-    that this process cannot see.
-    """
-    found = private_generators(loader)
-    samplers = dict(samplers_of(loader))
-    shared = _shared_parts(getattr(loader, "dataset", None), samplers.values())
-    of_samplers = nested_generators(samplers, left_out=shared)
-    found.update(with_state(of_samplers))
-    if getattr(loader, "num_workers", 0) == 0:
-        for name in ("dataset", "collate_fn"):
-            found.update(private_generators(getattr(loader, name, None), f"{name}."))
-    return each_once(found)
-
-
 def each_once(generators: Mapping[str, Any]) -> dict[str, Any]:
     """The generators under the first of their names."""
     unique: dict[int, tuple[str, Any]] = {}
     for name, generator in generators.items():
         unique.setdefault(id(generator), (name, generator))
     return dict(unique.values())
-
-
-def stateful_generators(loader: Any) -> dict[str, Any]:
-    """Those of them whose state can be taken out, of a loader that no loop of ours draws from."""
-    return with_state(loader_generators(loader))
 
 
 def with_state(generators: Mapping[str, Any]) -> dict[str, Any]:
