@@ -29,6 +29,7 @@ from resumekit.data.epoch_order import (
     require_same_name,
     sampler_setting,
 )
+from resumekit.data.stream_objects import instructions_ahead
 from resumekit.data.workers import FetchRecorder, PaddingIndices
 from resumekit.errors import DataPositionError
 
@@ -109,7 +110,6 @@ _PLAIN_REST = frozenset(
     }
 )
 _ITS_VARIABLE = (["STORE_FAST", "LOAD_FAST"], ["STORE_FAST_LOAD_FAST"])
-_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 _SEQUENCES = (list, tuple, range, np.ndarray)
 
 
@@ -134,16 +134,14 @@ def rest_of(iterator: Any) -> Sequence[Any] | None:
 
 def _passed_on(generator: GeneratorType[Any, Any, Any], frame: FrameType) -> Any:
     """The iterator whose items a suspended generator gives as they are until its end, or None."""
-    code = [each for each in dis.get_instructions(frame.f_code) if each.opname != "EXTENDED_ARG"]
-    ahead = (e.argval for e in code if e.offset > frame.f_lasti and e.opcode in _JUMPS)
-    first = min((frame.f_lasti, *ahead))  # a jump back leads to the start of a loop
-    rest = [each.opname for each in code if each.offset >= first]
+    code = instructions_ahead(frame)
+    rest = [each.opname for each in code]
     if not _PLAIN_REST.issuperset(rest):
         return None
     if generator.gi_yieldfrom is not None:
         is_last = rest.count("SEND") + rest.count("YIELD_FROM") == 1 and "FOR_ITER" not in rest
         return generator.gi_yieldfrom if is_last else None
-    named = (e.argval for e in code if e.offset >= first and e.opcode in dis.haslocal)
+    named = (each.argval for each in code if each.opcode in dis.haslocal)
     variables = set(chain.from_iterable(n if isinstance(n, tuple) else (n,) for n in named))
     if rest.count("FOR_ITER") != 1 or rest.count("YIELD_VALUE") != 1 or len(variables) != 1:
         return None
