@@ -1,4 +1,4 @@
-"""The index sampler that resumekit puts into a loader: records its draws, seeks to a position."""
+"""The index sampler that resumekit puts into a loader: it records, digests and seeks an order."""
 
 from __future__ import annotations
 
