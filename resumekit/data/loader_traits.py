@@ -155,10 +155,6 @@ def _is_shared(value: Any) -> bool:
     return isinstance(value, (Dataset, torch.nn.Module, ModuleType))
 
 
-def _is_shared(value: Any) -> bool:
-    return isinstance(value, (Dataset, torch.nn.Module, ModuleType))
-
-
 _CALLED = ("collate_fn", "sampler", "batch_sampler")
 _UNORDERED = "in_order=False delivers in an order that no record can repeat"
 
