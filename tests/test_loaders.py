@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -1207,6 +1208,25 @@ def rebuilt_and_zipped(training: Training) -> None:
             training.on(*batch.values())
 
 
+class Shuffling(Endless):
+    """Draws from a generator of its own, which no seed names."""
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.rng.sample(range(self.length), self.length))
+
+
+def loader_of_a_cache(training: Training) -> None:
+    """The loader is there before the epochs, but no variable leads to it."""
+    cached = lru_cache(lambda: loader(6, sampler=Shuffling(6), shuffle=None))
+    cached()
+    for _ in training.checkpointer.epochs(3):
+        for batch in training.checkpointer.batches(cached()):
+            training.on(batch)
+
+
 def a_dataset_that_grows(training: Training) -> None:
     data = Noisy(4)
     batches = DataLoader(data, 2, shuffle=True, generator=seeded(4))
@@ -1262,6 +1282,7 @@ def one_iterator_with_workers(training: Training) -> None:
         rebuilt_over_one_generator,
         curriculum,
         rebuilt_and_zipped,
+        loader_of_a_cache,
         a_dataset_that_grows,
         one_iterator,
     ],

@@ -11,10 +11,10 @@ from resumekit.adapters.accelerate._private import ITERATION
 from resumekit.capture import generator_state, require_fields, set_generator_state
 from resumekit.data import (
     DEFAULT_NAME,
+    LoaderTraits,
     Source,
     is_seeded_by_epoch,
-    samplers_of,
-    stateful_generators,
+    with_state,
 )
 from resumekit.errors import ConfigurationError
 from resumekit.log import logger
@@ -130,9 +130,10 @@ class OtherLoaders(AfterRng):
 
 def _generators(loader: Any, taken: Collection[int]) -> dict[str, Any]:
     """By name, without those that were taken or are seeded each time."""
-    seeded = [each for _, each in samplers_of(loader) if is_seeded_by_epoch(each)]
+    traits = LoaderTraits.of(loader)  # asked again: nothing says that it stays as it is
+    seeded = [each for each in traits.samplers.values() if is_seeded_by_epoch(each)]
     others = {*taken, *(id(sampler.generator) for sampler in seeded)}
-    found = stateful_generators(loader).items()
+    found = with_state(traits.generators).items()
     return {name: each for name, each in found if id(each) not in others}
 
 

@@ -29,7 +29,7 @@ from iterable_workloads import (
 from preloads import ALL
 from torch.utils.data import DataLoader, TensorDataset
 
-from resumekit.data import open_source
+from resumekit.data.position import open_source
 from resumekit.state import Fidelity
 from resumekit.testing import Cell, Kit, kill_points, pairwise
 

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from resumekit.data.iterable import ReplaySource
+from resumekit.data.epoch_order import DistributedResumableSampler, ResumableSampler
 from resumekit.data.keyed import SEED, RunSeed, check_randomness
-from resumekit.data.loader_introspection import (
-    is_seeded_by_epoch,
-    samplers_of,
-    stateful_generators,
-)
-from resumekit.data.map_style import MapSource
-from resumekit.data.multi import CombinedLoaders
+from resumekit.data.loader_traits import LoaderTraits, is_seeded_by_epoch, with_state
 from resumekit.data.position import (
     DEFAULT_NAME,
     DataPosition,
     EpochUsage,
     Feed,
     epoch_usage,
-    open_source,
     saved_batch_size,
 )
-from resumekit.data.prefetching import PrefetchedLoader, WrappedSource
-from resumekit.data.samplers import DistributedResumableSampler, ResumableSampler
-from resumekit.data.source import Source, user_objects
-from resumekit.data.stateful import StatefulSource
+from resumekit.data.prefetching import PrefetchedLoader
+from resumekit.data.source import CombinedLoaders, Source, user_objects
 
 __all__ = [
     "DEFAULT_NAME",
@@ -33,20 +24,15 @@ __all__ = [
     "DistributedResumableSampler",
     "EpochUsage",
     "Feed",
-    "MapSource",
+    "LoaderTraits",
     "PrefetchedLoader",
-    "ReplaySource",
     "ResumableSampler",
     "RunSeed",
     "Source",
-    "StatefulSource",
-    "WrappedSource",
     "check_randomness",
     "epoch_usage",
     "is_seeded_by_epoch",
-    "open_source",
-    "samplers_of",
     "saved_batch_size",
-    "stateful_generators",
     "user_objects",
+    "with_state",
 ]

@@ -1,43 +1,338 @@
-"""The order of an epoch: how a loader divides it, its name, its digest, and redrawing it."""
+"""The order of an epoch: samplers that name it, how a loader divides it, and redrawing it."""
 
 from __future__ import annotations
 
-import dis
-import gc
-import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from itertools import chain, islice
-from types import FrameType, GeneratorType
-from typing import Any
+import hashlib
+import math
+import os
+from collections.abc import Iterator, Mapping, Sized
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 import torch
-import xxhash
+import torch.distributed as dist
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
-from resumekit.data.loader_introspection import (
+from resumekit.data.loader_traits import (
     is_seeded_by_epoch,
     known_length,
     shards_whole_batches,
 )
-from resumekit.data.samplers import (
-    EpochOrder,
-    RandomAccess,
-    draw,
-    shard_length,
-    share,
-)
-from resumekit.errors import DataPositionError
+from resumekit.errors import ConfigurationError, DataPositionError
+
+
+@runtime_checkable
+class RandomAccess(Protocol):
+    """A sampler that can begin an epoch at any position. A custom sampler may implement it."""
+
+    def iterate_from(self, position: int) -> Iterator[int]:
+        """This rank's indices from where all ranks together have used ``position`` samples."""
+        ...
+
+    def order_name(self) -> dict[str, Any]:
+        """What names the epoch's order, in plain values: equal for equal orders."""
+        ...
+
+
+class ResumableSampler(Sampler[int]):
+    """Every index once an epoch, in an order that seed, epoch and length name.
+
+    A drop-in for ``RandomSampler`` and, with ``shuffle=False``, for ``SequentialSampler``. It draws
+    from no generator and holds no permutation, so any position of an epoch is found at once.
+
+    Args:
+        data_source: what ``len()`` can be asked of.
+        shuffle: False gives 0, 1, 2, ...
+        seed: names the order, together with the epoch.
+    """
+
+    def __init__(self, data_source: Sized, *, shuffle: bool = True, seed: int = 0) -> None:
+        self.data_source = data_source
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Names the epoch whose order the next iteration gives; the loops of resumekit call it."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.data_source)
+
+    def __iter__(self) -> Iterator[int]:
+        return self.iterate_from(0)
+
+    def iterate_from(self, position: int) -> Iterator[int]:
+        """The epoch's indices from a position on."""
+        order = draw(self.order_name())
+        return share(order, len(order) - position, position=position)
+
+    def order_name(self) -> dict[str, Any]:
+        """What names the epoch's order, in plain values."""
+        return name_of(len(self.data_source), self)
+
+
+class DistributedResumableSampler(DistributedSampler[int]):
+    """The part of one rank of the order that seed, epoch and length name.
+
+    A drop-in for ``DistributedSampler``, of which it is a subclass. Ranks take turns, and
+    what cannot be divided is padded or dropped as there. The order is that of ``ResumableSampler``
+    with the same seed, whatever the number of ranks.
+
+    Args:
+        data_source: what ``len()`` can be asked of.
+        num_replicas: the ranks that share it; by default all of the job.
+        rank: this rank; by default the process's own.
+        shuffle: False gives 0, 1, 2, ...
+        seed: names the order, together with the epoch; the same on all ranks.
+        drop_last: leave out the tail that cannot be divided, instead of padding it.
+
+    Raises:
+        ConfigurationError: neither given nor known how many ranks there are.
+        ValueError: a rank outside of them.
+    """
+
+    def __init__(
+        self,
+        data_source: Sized,
+        *,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        if num_replicas is None:
+            num_replicas = _num_ranks()
+        if rank is None:
+            rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        super().__init__(
+            data_source,  # type: ignore[arg-type]  # torch asks for its length alone
+            num_replicas=num_replicas,
+            rank=rank,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+        )
+
+    def __iter__(self) -> Iterator[int]:
+        return self.iterate_from(0)
+
+    def iterate_from(self, position: int) -> Iterator[int]:
+        """This rank's indices from where all ranks together have used ``position`` samples."""
+        order, turn = draw(self.order_name()), {"num_replicas": self.num_replicas}
+        num_mine = shard_length(len(order) - position, drop_last=self.drop_last, **turn)
+        return share(order, num_mine, position=position, replica=self.rank, **turn)
+
+    def order_name(self) -> dict[str, Any]:
+        """What names the epoch's order, in plain values: the same on every rank."""
+        return name_of(len(self.dataset), self)  # type: ignore[arg-type]
+
+
+def name_of(length: int, sampler: Any) -> dict[str, Any]:
+    """The name of the order that a sampler of this length gives in its epoch."""
+    if not sampler.shuffle:
+        return {"kind": "in order", "length": length}
+    return {
+        "kind": "keyed",
+        "version": VERSION,
+        "length": length,
+        "seed": int(sampler.seed),
+        "epoch": int(sampler.epoch),
+    }
+
+
+def draw(name: dict[str, Any]) -> EpochOrder:
+    """The order of that name, with access to any position."""
+    if name["kind"] == "in order":
+        return InOrder(name["length"])
+    return Permutation(name["length"], seed=name["seed"], epoch=name["epoch"])
+
+
+def _num_ranks() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    announced = int(os.environ.get("WORLD_SIZE", "1"))
+    if announced > 1:
+        raise ConfigurationError(
+            "num_replicas",
+            found=f"torch.distributed is not initialised, while WORLD_SIZE={announced}",
+            expected="one process group over all ranks",
+            remedy="Call init_process_group before the sampler is made, or give num_replicas, rank",
+        )
+    return 1
+
+
+Positions = npt.NDArray[np.int64]
+
+
+Numbers = npt.NDArray[np.uint64]
+
+
+# Part of the name: another network is another permutation, and needs another number here.
+VERSION = 1
+# Few positions need more rounds until every order is as likely as any other.
+_NUM_ROUNDS, _NUM_ROUNDS_SHORT, _SHORT = 8, 24, 1 << 16
+_HALF = np.uint64(32)
+# The mixing constants of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_SHIFT_1, _SHIFT_2 = np.uint64(30), np.uint64(27)
+# Each digit must fit into 32 bits: its hash is scaled by a 64-bit product.
+LONGEST = 2**62
+# The indices that are computed at once: a few arrays of this length stay in a processor's cache.
+CHUNK = 8192
+
+
+class EpochOrder(Protocol):
+    """The order of an epoch, read at any positions: ``order[positions]`` gives their indices."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, positions: Any, /) -> Any: ...
+
+
+class Permutation:
+    """The permutation of [0, length) that seed and epoch name; ``permutation[positions]`` reads it.
+
+    Args:
+        length: the number of indices, below 2**62.
+        seed: any whole number.
+        epoch: any whole number; each one names another permutation.
+
+    Raises:
+        ConfigurationError: a negative or too large length.
+    """
+
+    def __init__(self, length: int, *, seed: int = 0, epoch: int = 0) -> None:
+        if not 0 <= length < LONGEST:
+            raise ConfigurationError("length", found=str(length), expected="0 to 2**62 - 1")
+        self._length = length
+        self._high = math.isqrt(max(length - 1, 0)) + 1  # the ceiling of the square root
+        self._low = -(-length // self._high) if length else 1
+        name = f"resumekit permutation {VERSION}: {length} {seed} {epoch}"
+        num_rounds = _NUM_ROUNDS_SHORT if length < _SHORT else _NUM_ROUNDS
+        self._keys = [_key(name, number) for number in range(num_rounds)]
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, positions: Positions) -> Positions:
+        """The indices at these positions, each in [0, length); positions are not checked."""
+        numbers = self._once(np.asarray(positions, dtype=np.uint64).reshape(-1))
+        outside = np.flatnonzero(numbers >= self._length)
+        while outside.size:
+            numbers[outside] = again = self._once(numbers[outside])
+            outside = outside[again >= self._length]
+        return numbers.astype(np.int64).reshape(np.shape(positions))
+
+    def _once(self, numbers: Numbers) -> Numbers:
+        """The network, once, over [0, high * low)."""
+        low_size = np.uint64(self._low)
+        high: Numbers = numbers // low_size
+        low = numbers - high * low_size
+        mixed, spare = np.empty_like(high), np.empty_like(high)
+        for number, key in enumerate(self._keys):
+            if number % 2:
+                _add_hash(low, self._low, high, key, mixed, spare)
+            else:
+                _add_hash(high, self._high, low, key, mixed, spare)
+        high *= low_size
+        high += low
+        return high
+
+
+def _key(name: str, number: int) -> np.uint64:
+    digest = hashlib.blake2b(f"{name} {number}".encode(), digest_size=8).digest()
+    key: np.uint64 = np.uint64(int.from_bytes(digest, "little"))
+    return key
+
+
+def _add_hash(
+    digit: Numbers,
+    base: int,
+    other: Numbers,
+    key: np.uint64,
+    mixed: Numbers,
+    spare: Numbers,
+) -> None:
+    """Adds to one digit a hash of the other, modulo the digit's base; the last two are scratch."""
+    np.bitwise_xor(other, key, out=mixed)
+    np.right_shift(mixed, _SHIFT_1, out=spare)
+    mixed ^= spare
+    mixed *= _MIX_1
+    np.right_shift(mixed, _SHIFT_2, out=spare)
+    mixed ^= spare
+    mixed *= _MIX_2
+    mixed >>= _HALF
+    mixed *= np.uint64(base)
+    mixed >>= _HALF  # a number below the base, from the upper half of the hash
+    digit += mixed
+    np.subtract(digit, np.uint64(base), out=spare)
+    np.minimum(digit, spare, out=digit)  # below the base, the difference wraps to a huge number
+
+
+class InOrder:
+    """0, 1, 2, ...: the order of a sampler that does not shuffle."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, positions: Positions) -> Positions:
+        return positions
+
+
+def shard_length(num_left: int, *, num_replicas: int, drop_last: bool) -> int:
+    """The samples of each rank when this many are sharded, as DistributedSampler counts."""
+    return num_left // num_replicas if drop_last else -(-num_left // num_replicas)
+
+
+def share(
+    order: EpochOrder,
+    num_mine: int,
+    *,
+    position: int = 0,
+    num_replicas: int = 1,
+    replica: int = 0,
+    in_a_row: int = 1,
+) -> Iterator[int]:
+    """One rank's part of what is left of an epoch, by the rule of torch's DistributedSampler.
+
+    The ranks take turns; with Accelerate's BatchSamplerShard, over whole batches. What is missing
+    to the last round comes from the head of the epoch's order.
+
+    Args:
+        order: the order of the whole epoch.
+        num_mine: the samples of this rank.
+        position: the samples that all ranks together used before.
+        num_replicas: the ranks that share it.
+        replica: which of them this is.
+        in_a_row: the samples that a rank takes at its turn.
+    """
+    length = len(order)
+    for first in range(0, num_mine, CHUNK):
+        numbers = np.arange(first, min(first + CHUNK, num_mine), dtype=np.int64)
+        rounds, offsets = np.divmod(numbers, in_a_row)
+        positions = position + (rounds * num_replicas + replica) * in_a_row + offsets
+        yield from order[positions % length].tolist()
+
+
+# ---------------------------------------------------------------- how a loader divides an order
 
 # A sampler whose order no other process can draw. Under the other kinds, everything that an order
 # depends on stands in its name or, for "drawn", in the RNG state at the epoch's start.
@@ -187,6 +482,11 @@ def order_name(sampler: Any, generators: Mapping[str, Any]) -> dict[str, Any]:
     return {"kind": UNKNOWN, "sampler": type(sampler).__name__}
 
 
+def sampler_setting(order_name: Mapping[str, Any]) -> dict[str, Any]:
+    """What names a sampler's orders in all epochs: its kind, and its seed where it has one."""
+    return {key: value for key, value in order_name.items() if key in ("kind", "seed", "sampler")}
+
+
 def require_same_name(then: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
     """Raises DataPositionError unless two names are those of one order."""
     if then == now:
@@ -262,164 +562,3 @@ def _permutation(length: int, generator: torch.Generator | None) -> EpochOrder:
     indices = iter(RandomSampler(range(length), generator=generator))
     # At its own end the sampler would draw another permutation; it is not asked to come there.
     return np.fromiter(islice(indices, length), dtype=np.int64, count=length)
-
-
-@dataclass
-class OrderDigest:
-    """A running digest of the indices that were delivered, in their order.
-
-    Args:
-        digest: of what came before.
-        packed: takes the indices themselves, as ``packed_integers``; None where nobody needs them.
-    """
-
-    digest: Any = field(default_factory=xxhash.xxh3_128)
-    packed: list[bytes | None] | None = None
-
-    def add(self, indices: Any) -> bytes | None:
-        """Takes in the indices of one batch, or of several in a row.
-
-        Returns:
-            What ``packed_integers`` gives of them.
-        """
-        packed = packed_integers(indices)
-        self.digest.update(_index_bytes(indices) if packed is None else packed)
-        if self.packed is not None:
-            self.packed.append(packed)
-        return packed
-
-    def hexdigest(self) -> str:
-        """The digest of all indices so far."""
-        return str(self.digest.hexdigest())
-
-
-def packed_integers(indices: Any) -> bytes | None:
-    """One or more indices as 64-bit integers; None where one of them is no such integer."""
-    if type(indices) is not list:
-        indices = _as_sequence(indices)
-    try:
-        return _packer(len(indices))(*indices)
-    except (struct.error, TypeError):
-        return None
-
-
-@lru_cache(maxsize=8)  # a batch is mostly as long as the one before
-def _packer(num_indices: int) -> Callable[..., bytes]:
-    return struct.Struct(f"{num_indices}q").pack
-
-
-def _as_sequence(indices: Any) -> Sequence[Any]:
-    if hasattr(indices, "tolist"):
-        indices = indices.tolist()
-    return indices if isinstance(indices, (list, tuple)) else [indices]
-
-
-def _index_bytes(indices: Any) -> bytes:
-    """The bytes of each index after the other, however they come in batches."""
-    return b"".join(map(_one_index_bytes, _as_sequence(indices)))
-
-
-def _one_index_bytes(index: Any) -> bytes:
-    if isinstance(index, (list, tuple)):  # one index of a loader that does not collate
-        return _index_bytes(index)
-    packed = packed_integers([index])
-    return repr(index).encode() + b"\n" if packed is None else packed
-
-
-# ---------------------------------------------------------------- an order that lies in a list
-
-# What a suspended generator may still run to give the rest of an iterator, and do nothing else.
-_PLAIN_REST = frozenset(
-    {
-        *("FOR_ITER", "END_FOR", "POP_ITER", "YIELD_VALUE", "YIELD_FROM", "SEND", "END_SEND"),
-        *("STORE_FAST", "LOAD_FAST", "STORE_FAST_LOAD_FAST", "LOAD_CONST", "POP_TOP", "NOP"),
-        *("JUMP_ABSOLUTE", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "CLEANUP_THROW"),
-        *("RESUME", "RETURN_VALUE", "RETURN_CONST", "CALL_INTRINSIC_1", "RERAISE"),
-    }
-)
-_ITS_VARIABLE = (["STORE_FAST", "LOAD_FAST"], ["STORE_FAST_LOAD_FAST"])
-_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
-_SEQUENCES = (list, tuple, range, np.ndarray)
-
-
-def rest_of(iterator: Any) -> Sequence[Any] | None:
-    """What an iterator is still to give; None where it may depend on what happens until then.
-
-    Known is the rest of a sequence, also where a generator passes it on. Nothing is drawn, and the
-    iterator stays where it is.
-    """
-    if isinstance(iterator, GeneratorType):
-        frame = iterator.gi_frame
-        return () if frame is None else rest_of(_passed_on(iterator, frame))
-    if type(iterator).__module__ != "builtins" or not hasattr(iterator, "__setstate__"):
-        return None
-    # CPython 3.10 to 3.13 Objects/listobject.c, tupleobject.c, rangeobject.c, iterobject.c: pickled
-    # as iter, what it goes over, and the position, where that is not the start.
-    made_by, (sequence, *_), *position = iterator.__reduce__()
-    if made_by is not iter or type(sequence) not in _SEQUENCES:
-        return None
-    return sequence[next(iter(position), None) or 0 :]  # type: ignore[no-any-return]
-
-
-def _passed_on(generator: GeneratorType[Any, Any, Any], frame: FrameType) -> Any:
-    """The iterator whose items a suspended generator gives as they are until its end, or None."""
-    code = [each for each in dis.get_instructions(frame.f_code) if each.opname != "EXTENDED_ARG"]
-    ahead = (e.argval for e in code if e.offset > frame.f_lasti and e.opcode in _JUMPS)
-    first = min((frame.f_lasti, *ahead))  # a jump back leads to the start of a loop
-    rest = [each.opname for each in code if each.offset >= first]
-    if not _PLAIN_REST.issuperset(rest):
-        return None
-    if generator.gi_yieldfrom is not None:
-        is_last = rest.count("SEND") + rest.count("YIELD_FROM") == 1 and "FOR_ITER" not in rest
-        return generator.gi_yieldfrom if is_last else None
-    named = (e.argval for e in code if e.offset >= first and e.opcode in dis.haslocal)
-    variables = set(chain.from_iterable(n if isinstance(n, tuple) else (n,) for n in named))
-    if rest.count("FOR_ITER") != 1 or rest.count("YIELD_VALUE") != 1 or len(variables) != 1:
-        return None
-    if rest[rest.index("FOR_ITER") + 1 : rest.index("YIELD_VALUE")] not in _ITS_VARIABLE:
-        return None
-    parts = (*gc.get_referents(generator), *gc.get_referents(frame))
-    iterators = {id(each): each for each in parts if isinstance(each, Iterator)}
-    return iterators.popitem()[1] if len(iterators) == 1 else None
-
-
-def pack_order(
-    given: Sequence[bytes | None], rest: Sequence[Any], like: Any
-) -> dict[str, Any] | None:
-    """An order as it is saved; None where it does not consist of indices, or of lists of them.
-
-    Args:
-        given: the packed indices of the items that were given, or of batches of them.
-        rest: the items that are left.
-        like: one of the items that were given.
-    """
-    lists = type(like) is list
-    flat = list(chain.from_iterable(rest)) if lists else rest
-    kinds = {type(each) for each in (like if lists else [like])} | set(map(type, flat))
-    packed = packed_integers(flat)
-    if len(kinds) != 1 or not kinds <= _MAKE.keys() or packed is None or None in given:
-        return None
-    past = [each for each in given if each is not None]
-    lengths = [*(len(each) // 8 for each in past), *map(len, rest)] if lists else None
-    return {
-        "indices": np.frombuffer(b"".join((*past, packed)), dtype=np.int64),
-        "lengths": None if lengths is None else np.asarray(lengths, dtype=np.int64),
-        "kind": kinds.pop().__name__,
-    }
-
-
-def unpack_order(saved: Mapping[str, Any]) -> Sequence[Any]:
-    """The items of an order that was saved."""
-    indices, lengths = saved["indices"], saved["lengths"]
-    if lengths is not None:
-        return [each.tolist() for each in np.split(indices, np.cumsum(lengths)[:-1])]
-    make = {kind.__name__: make for kind, make in _MAKE.items()}[saved["kind"]]
-    return make(indices)  # type: ignore[no-any-return]
-
-
-# How the items of each type are made of 64-bit integers.
-_MAKE: dict[type, Callable[[Any], Any]] = {
-    int: lambda indices: indices.tolist(),
-    np.int64: lambda indices: indices,
-    torch.Tensor: lambda indices: torch.from_numpy(indices.copy()).unbind(),
-}

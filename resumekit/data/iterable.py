@@ -9,20 +9,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from resumekit.capture import RngState
-from resumekit.data.loader_introspection import (
-    INNER,
+from resumekit.data.loader_traits import (
+    LoaderTraits,
     announce_epoch,
     each_once,
     is_hugging_face,
     nested_generators,
     rewrap,
     sample_iterator,
-    shallow_copy,
-    stream_loader,
-    unordered_reason,
     with_state,
 )
 from resumekit.data.source import Source, user_objects
@@ -78,36 +75,36 @@ class ReplaySource(Source):
 
     kind = "replay"
 
-    def __init__(self, loader: Any, name: str) -> None:
-        super().__init__(loader, name)
-        self._stream = stream_loader(loader)
-        self._stream_rngs = _stream_generators(loader, self._stream)
+    def __init__(self, traits: LoaderTraits, name: str) -> None:
+        super().__init__(traits, name)
+        self._stream = traits.stream
+        self._stream_rngs = _stream_generators(traits.loader, self._stream)
         self._persistent: PersistentWorkers | None = None
-        self._iterated = self._copied(loader)
+        self._iterated = self._copied()
         workers = 0 if self._stream is None else self._stream.num_workers
         if not workers:
             self.private = each_once({**self.private, **self._stream_rngs})
             self._rng = RngState(self.private)
         # A framework's loader may draw here although its workers do as well.
-        self._fetches = FetchRecorder() if not workers or hasattr(loader, INNER) else None
+        self._fetches = FetchRecorder() if not workers or traits.inner else None
         self._contents = BatchDigest()
         self._start: dict[str, Any] | None = None
         self._objects: StreamObjects | None = None
         self._watched: StreamObjects | None = None  # where training may change what is read
-        calls = ("dataset", "collate_fn", "sampler", "batch_sampler")
-        self._models = ModelsInUse([loader, *(getattr(self._stream, each, None) for each in calls)])
+        calls = self._stream.parts.values() if self._stream is not None else ()
+        self._models = ModelsInUse([traits.loader, *calls])
         self._at_end = False
         self._ran_ahead = False  # persistent workers did, in an epoch that was left early
         self._differs = False  # drawn again, the batches were others
 
-    def _copied(self, loader: Any) -> Any:
+    def _copied(self) -> Any:
         """What is iterated."""
         if self._stream is None:
-            return loader
-        inner = shallow_copy(self._stream)
-        if _persists(inner) and isinstance(inner.dataset, IterableDataset):
+            return self.loader
+        inner = self._stream.shallow_copy()
+        if self._stream.keeps_workers and self._stream.is_iterable:
             self._persistent = PersistentWorkers(inner, self.name)
-        return rewrap(loader, inner) if hasattr(loader, INNER) else inner
+        return rewrap(self.loader, inner) if self.traits.inner else inner
 
     def follow_objects(self, follow: MakeUserState) -> None:
         # Persistent workers keep the objects that they got in the first epoch.
@@ -152,11 +149,11 @@ class ReplaySource(Source):
             return Fidelity.UNKNOWN, f"training changes {changed[0]}{more} {_READ_LATER}"
         return Fidelity.EXACT, _CONDITION
 
-    def _lost_in_workers(self, stream: DataLoader[Any]) -> str:
+    def _lost_in_workers(self, stream: LoaderTraits) -> str:
         """What cannot be repeated of what the workers do; empty if all can."""
-        if unordered_reason(stream):
-            return unordered_reason(stream)
-        if _persists(stream) and self._persistent is None:
+        if stream.unordered:
+            return stream.unordered
+        if stream.keeps_workers and self._persistent is None:
             return (
                 "the RNG states of persistent workers of a dispatching loader over a map-style "
                 "dataset are not restored; use persistent_workers=False"
@@ -273,13 +270,10 @@ class ReplaySource(Source):
     def _geometry(self) -> dict[str, Any]:
         geometry = super()._geometry()
         # What a worker reads depends on how many there are, and so does the order of the batches.
+        stream = None if self._stream is None else self._stream.loader
         for setting in ("num_workers", "batch_size", "drop_last", "persistent_workers"):
-            geometry[setting] = getattr(self._stream, setting, None)
+            geometry[setting] = getattr(stream, setting, None)
         return geometry
-
-
-def _persists(loader: DataLoader[Any]) -> bool:
-    return bool(loader.num_workers and loader.persistent_workers)
 
 
 def first_dimension(batch: Any) -> int:
@@ -292,14 +286,14 @@ def first_dimension(batch: Any) -> int:
     return int(shape[0]) if shape is not None and len(shape) else 1
 
 
-def _stream_generators(loader: Any, stream: DataLoader[Any] | None) -> dict[str, Any]:
+def _stream_generators(loader: Any, stream: LoaderTraits | None) -> dict[str, Any]:
     """The generators that a stream and the function that collates it hold, however deep."""
     dataset = loader if stream is None else stream.dataset
     if not isinstance(dataset, IterableDataset):
         return {}
     holders: dict[str, Any] = {"dataset": dataset}
     if stream is not None:
-        holders["collate_fn"] = stream.collate_fn
+        holders["collate_fn"] = stream.parts["collate_fn"]
     return with_state(nested_generators(holders))
 
 

@@ -32,17 +32,16 @@ from torch.utils.data import (
 )
 
 from resumekit.capture import accelerator_in_use, require_fields
-from resumekit.data.epoch_order import OrderDigest
-from resumekit.data.loader_introspection import (
+from resumekit.data.epoch_order import DistributedResumableSampler, ResumableSampler
+from resumekit.data.loader_traits import (
     DATASET_PREFIXES,
+    LoaderTraits,
     known_length,
     nested_generators,
-    unordered_reason,
     without_prefetch,
 )
 from resumekit.data.map_style import BatchMark, MapSource
-from resumekit.data.samplers import DistributedResumableSampler, ResumableSampler
-from resumekit.data.seeking import EPOCH_START, RecordingSampler
+from resumekit.data.seeking import EPOCH_START, OrderDigest, RecordingSampler
 from resumekit.data.workers import BatchWithNote, ReplacedDataset, RestoringInit
 from resumekit.errors import ConfigurationError, DriftError, UnsupportedValueError
 from resumekit.state import ComponentState, Fidelity
@@ -262,7 +261,7 @@ class KeyedSource(MapSource):
     """A map-style DataLoader whose samples draw from keys, in whatever worker they are made.
 
     Args:
-        loader: the user's loader; it is left as it is.
+        traits: of the user's loader, which is left as it is.
         name: what the run calls it.
         seed: the run's, known when the first epoch begins.
 
@@ -274,36 +273,37 @@ class KeyedSource(MapSource):
     keyed = True
     _sampler: KeyedSampler
 
-    def __init__(self, loader: DataLoader[Any], name: str, seed: RunSeed) -> None:
-        if isinstance(loader.dataset, MapDataPipe):
+    def __init__(self, traits: LoaderTraits, name: str, seed: RunSeed) -> None:
+        if isinstance(traits.dataset, MapDataPipe):
             raise ConfigurationError(
                 f"batches(name={name!r})",
                 found="a MapDataPipe and randomness='keyed'",
                 expected="a map-style Dataset",
                 remedy="Pass randomness='tape'",
             )
-        super().__init__(loader, name)
+        super().__init__(traits, name)
         self._seed = seed
-        self._fetch = KeyedFetch(loader.dataset, loader.collate_fn, collates=self._collates)
+        self._fetch = KeyedFetch(
+            traits.dataset, traits.parts["collate_fn"], collates=traits.collates
+        )
         self._copy.__dict__["dataset"] = self._fetch
         self._copy.collate_fn = _identity
-        if loader.num_workers:
-            self._copy.worker_init_fn = RestoringInit(loader.worker_init_fn, {})
+        if traits.num_workers:
+            self._copy.worker_init_fn = RestoringInit(self.loader.worker_init_fn, {})
         self._order_drawn_again = False
         self._finding = ""  # what a worker found
 
     def _new_sampler(self, *recording: Any) -> KeyedSampler:
-        return KeyedSampler(self.loader, *recording)
+        return KeyedSampler(self.traits, *recording)
 
     @property
     def fidelity(self) -> tuple[Fidelity, str]:
-        unordered = unordered_reason(self.loader)
-        if unordered:
-            return Fidelity.LOST, unordered
+        if self.traits.unordered:
+            return Fidelity.LOST, self.traits.unordered
         found = nested_generators(
             {"dataset": self._fetch.dataset, "collate_fn": self._fetch.collate}
         )
-        if not self.loader.num_workers:
+        if not self.traits.num_workers:
             # A checkpoint holds those of this process that are known to it.
             saved = {id(each) for each in (*self.private.values(), *self._seed.saved_generators)}
             found = {name: each for name, each in found.items() if id(each) not in saved}
@@ -326,7 +326,7 @@ class KeyedSource(MapSource):
         # What the loader seeds its workers from. Persistent ones start in whatever epoch this
         # process begins with.
         self._copy.generator = keys.generator(
-            Purpose.WORKERS, 0 if self.loader.persistent_workers else epoch
+            Purpose.WORKERS, 0 if self.traits.keeps_workers else epoch
         )
         super().begin(epoch)
 
@@ -397,16 +397,15 @@ class KeyedSampler(RecordingSampler):
     """Yields what the user's index sampler yields, as batches from which keys can be made.
 
     Args:
-        loader: the user's loader.
+        traits: of the user's loader.
         recording: the arguments of a RecordingSampler.
     """
 
-    def __init__(self, loader: DataLoader[Any], *recording: Any) -> None:
+    def __init__(self, traits: LoaderTraits, *recording: Any) -> None:
         super().__init__(*recording)
         self._epoch = 0
         self._begun: Iterator[Any] | None = None
-        self._loader = loader
-        self._collates = loader.batch_sampler is not None
+        self._loader, self._collates = traits.loader, traits.collates
         self._repeats: Repeats | None = None
 
     def begin(self, epoch: int) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader, MapDataPipe
@@ -16,30 +17,27 @@ from resumekit.data.epoch_order import (
     Batching,
     may_draw_lazily,
     order_name,
-    unpack_order,
+    sampler_setting,
 )
 from resumekit.data.loader_changes import (
     FRAMEWORK_CHANGED,
-    is_reshared,
-    refetched,
-    sampler_setting,
-    unwrapped_position,
+    SHARED,
+    FittedPosition,
+    fit_position,
+    refuse_kind,
 )
-from resumekit.data.loader_introspection import (
+from resumekit.data.loader_traits import (
     DATASET_PREFIXES,
+    WRAPPED,
+    LoaderTraits,
     announce_epoch,
     is_seeded_by_epoch,
     iterate_copy,
     kept_iterators,
     known_length,
     private_generators,
-    samplers_of,
-    shallow_copy,
-    shared_parts,
-    unordered_reason,
 )
-from resumekit.data.resharding import FittedPosition, fit_position
-from resumekit.data.seeking import RecordingSampler, Seek, find_seeker
+from resumekit.data.seeking import RecordingSampler, Seek, find_seeker, is_reshared, unpack_order
 from resumekit.data.source import Source, user_objects
 from resumekit.data.stream_objects import MakeUserState, ObjectsAtStart
 from resumekit.data.workers import (
@@ -91,15 +89,18 @@ class MapSource(Source):
 
     kind = "map"
 
-    def __init__(self, loader: DataLoader[Any], name: str) -> None:
-        super().__init__(loader, name)
-        self._collates = loader.batch_sampler is not None
-        index_sampler = loader.batch_sampler if self._collates else loader.sampler
+    def __init__(self, traits: LoaderTraits, name: str) -> None:
+        super().__init__(traits, name)
+        loader: DataLoader[Any] = traits.loader
+        self._collates = traits.collates
+        self._index_sampler = "batch_sampler" if self._collates else "sampler"
         self._batching = Batching.of(loader)
         # What names the order that the loader's own sampler gives in the epoch announced last. No
         # method of ours: a cycle would keep this source alive, and with it the loader's workers.
         self._order_name = partial(order_name, self._batching.sampler, self.private)
-        self._sampler = self._new_sampler(index_sampler, self._rng, self._order_name)
+        self._sampler = self._new_sampler(
+            traits.parts[self._index_sampler], self._rng, self._order_name
+        )
         self._samples = 0  # used in this epoch, by all ranks that share its order
         self._since = 0  # where the part of this rank began
         self._inherited: dict[str, Any] = {}  # names the epoch's order, if our sampler does not
@@ -113,17 +114,17 @@ class MapSource(Source):
         self._saved_start: dict[str, Any] | None = None  # what a resume sets them to; None: nothing
         self._unknown = ""  # why the order of the epoch may not be found again
         self._kept = kept_iterators(loader)
-        self._copy = shallow_copy(loader)
+        self._copy = traits.shallow_copy()
         # torch refuses to set these two after construction, because a live iterator would not
         # notice; the copy has none yet.
-        self._copy.__dict__["batch_sampler" if self._collates else "sampler"] = self._sampler
+        self._copy.__dict__[self._index_sampler] = self._sampler
 
     def _new_sampler(self, *recording: Any) -> RecordingSampler:
         return RecordingSampler(*recording)
 
     def follow_objects(self, follow: MakeUserState) -> None:
         if self._objects is None and may_draw_lazily(self._sampler.inner):
-            samplers, shared = dict(samplers_of(self.loader)), shared_parts(self.loader)
+            samplers, shared = self.traits.samplers, self.traits.shared_parts()
             objects = user_objects(self, samplers, shared=shared.keys())
             # One with state_dict() is not among them.
             is_complete = len(objects) == len(samplers)
@@ -131,16 +132,15 @@ class MapSource(Source):
 
     @property
     def fidelity(self) -> tuple[Fidelity, str]:
-        workers = self.loader.num_workers
-        unordered = unordered_reason(self.loader)
-        if unordered:
-            return Fidelity.LOST, unordered
+        workers = self.traits.num_workers
+        if self.traits.unordered:
+            return Fidelity.LOST, self.traits.unordered
         if workers and not self._can_skip_worker:
             what = "random numbers in workers of a MapDataPipe with batch_size=None"
             return Fidelity.LOST, f"{what}; a Dataset is exact"
         if self._sampler.tape is not None and self._sampler.tape.overflowed:
             return Fidelity.LOST, f"the sampler {DRAWS_LAZILY}"
-        hidden = private_generators(self.loader.dataset, "dataset.") if workers else {}
+        hidden = private_generators(self.traits.dataset, "dataset.") if workers else {}
         if hidden:
             return (
                 Fidelity.LOST,
@@ -162,7 +162,7 @@ class MapSource(Source):
 
     def begin(self, epoch: int) -> None:
         announce_epoch(self.loader, epoch)
-        if not self.loader.persistent_workers:
+        if not self.traits.keeps_workers:
             # torchdata 0.11 stateful_dataloader.py keeps every iterator, not only that of
             # persistent workers.
             self._copy.__dict__["_iterator"] = None
@@ -216,7 +216,7 @@ class MapSource(Source):
                 ),
                 items=unpack_order(pending["order"]) if pending.get("order") else None,
                 num_padding=self._num_padding(),
-                eager=self.loader.num_workers == 0,
+                eager=self.traits.num_workers == 0,
                 num_batches=self.batch,
                 draws=pending["draws"],
             )
@@ -263,9 +263,9 @@ class MapSource(Source):
             assert isinstance(indices, PaddingIndices)
 
     def _num_padding(self) -> int:
-        workers = self.loader.num_workers
+        workers = self.traits.num_workers
         # Without in_order a padding may arrive after a batch, and workers have no turns to keep.
-        in_order = not unordered_reason(self.loader)
+        in_order = not self.traits.unordered
         return self.batch % workers if workers and in_order and self._can_skip_worker else 0
 
     @property
@@ -273,18 +273,18 @@ class MapSource(Source):
         """Whether a worker can be passed over without asking its dataset for a sample."""
         # torch 2.13 utils/data/dataloader.py _MultiProcessingDataLoaderIter gives the workers of a
         # MapDataPipe their shards, where it sees one.
-        return self._collates or not isinstance(self.loader.dataset, MapDataPipe)
+        return self._collates or not isinstance(self.traits.dataset, MapDataPipe)
 
     def _attach_worker_states(
         self, states: Mapping[int, Mapping[str, bytes]], num_padding: int
     ) -> None:
         """Gives the workers that start next their recorded states."""
-        if self.loader.num_workers:
+        if self.traits.num_workers:
             self._copy.collate_fn = RecordingCollate(
                 self.loader.collate_fn, num_padding, num_ahead=self.loader.prefetch_factor or 0
             )
             self._copy.worker_init_fn = RestoringInit(self.loader.worker_init_fn, states)
-            dataset: Any = self.loader.dataset
+            dataset = self.traits.dataset
             if num_padding:
                 dataset = padded(dataset, collates=self._collates)
             self._copy.__dict__["dataset"] = dataset
@@ -318,8 +318,7 @@ class MapSource(Source):
         When an epoch is left before its end, torch drops these batches at the next one's start.
         torch 2.13 utils/data/dataloader.py _MultiProcessingDataLoaderIter._reset.
         """
-        persist = self.loader.num_workers and self.loader.persistent_workers
-        if self._iterator is None or not persist or self.keyed:
+        if self._iterator is None or not self.traits.keeps_workers or self.keyed:
             return
         self._sampler.stop()
         for batch in self._iterator:
@@ -371,7 +370,7 @@ class MapSource(Source):
         # The generators are set back afterwards: code may name them in a module.
         shared = {id(each): each for each in self.private.values()}
         try:
-            copied = copy.deepcopy(inner, {**shared_parts(self.loader), **shared})
+            copied = copy.deepcopy(inner, {**self.traits.shared_parts(), **shared})
             if epoch is not None:
                 announce_epoch(copied, epoch, with_dataset=False)
         except Exception as error:  # noqa: BLE001 - the user's objects raise anything
@@ -391,8 +390,8 @@ class MapSource(Source):
         if isinstance(inner, Exception):
             raise inner
         private = self.private
-        loader = shallow_copy(self.loader)
-        loader.__dict__["batch_sampler" if self._collates else "sampler"] = inner
+        loader = self.traits.shallow_copy()
+        loader.__dict__[self._index_sampler] = inner
         batching = Batching.of(loader)
         describe = partial(order_name, batching.sampler, private)
         again = RecordingSampler(inner, RngState(private), describe)
@@ -421,8 +420,7 @@ class MapSource(Source):
 
     def state_at(self, mark: BatchMark) -> dict[str, Any]:
         under_way = mark.batch > 0
-        persistent = self.loader.num_workers > 0 and self.loader.persistent_workers
-        keep_workers = under_way or persistent
+        keep_workers = under_way or self.traits.keeps_workers
         workers = mark.workers if keep_workers else {}
         return {
             **self._state(),
@@ -431,7 +429,7 @@ class MapSource(Source):
             "samples": mark.samples if under_way else 0,
             **(self._epoch_state(mark) if under_way else _NO_EPOCH),
             "sampler": sampler_setting(self._order_name()),
-            "num_workers": self.loader.num_workers,
+            "num_workers": self.traits.num_workers,
             "before": self._before if keep_workers else None,
             "workers": {worker: {"states": states} for worker, states in workers.items()},
         }
@@ -500,3 +498,43 @@ def _number(holder: Any, name: str) -> int | None:
     """A setting of any batch sampler; None where it has no such one."""
     value = getattr(holder, name, None)
     return value if isinstance(value, int) else None
+
+
+def refetched(states: Sequence[Mapping[str, Any]], batches: Iterator[Any]) -> Iterator[Any]:
+    """All batches. The first ones, which a framework had prefetched, use these RNG states again."""
+    rng = RngState()
+    for state in states:
+        current = rng.state_dict()
+        rng.load_state_dict(state)
+        fetched = list(islice(batches, 1))
+        rng.load_state_dict(current)
+        yield from fetched
+    yield from batches
+
+
+def unwrapped_position(state: Mapping[str, Any], kind: str, *, where: str) -> dict[str, Any]:
+    """The position of a loader that a framework had prepared, for the loader without the framework.
+
+    Args:
+        state: the saved position.
+        kind: of the source that is to take it.
+        where: the loader's name, for errors.
+
+    Raises:
+        DataPositionError: it is no position of such a loader.
+    """
+    inner = state.get("inner")
+    if state["kind"] != WRAPPED or inner is None or inner["kind"] != kind:
+        refuse_kind(state, kind, where=where)
+    shared = {key: state[key] for key in SHARED if key in state}
+    return {
+        **inner,
+        **shared,
+        "ahead": _without_generators(state["ahead"]),
+        FRAMEWORK_CHANGED: True,
+    }
+
+
+def _without_generators(states: Sequence[Mapping[str, Any] | None]) -> list[dict[str, Any]]:
+    # Private generators are those of the position itself, and move when the batch is fetched again.
+    return [{**state, "generators": {}} for state in states if state is not None]

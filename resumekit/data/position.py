@@ -6,25 +6,22 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
-from torch.utils.data import DataLoader, IterableDataset
-
 from resumekit.capture import UserState, require_fields
 from resumekit.data.iterable import ReplaySource
 from resumekit.data.keyed import KeyedSource, RunSeed
-from resumekit.data.loader_changes import WRAPPED
-from resumekit.data.loader_introspection import (
-    INNER,
+from resumekit.data.loader_changes import resplit_positions
+from resumekit.data.loader_traits import (
+    MAP,
+    STATEFUL,
+    WRAPPED,
     ExistingObjects,
-    is_dispatched,
-    is_stateful_data_loader,
+    LoaderTraits,
     without_history,
 )
 from resumekit.data.map_style import MapSource
-from resumekit.data.multi import CombinedLoaders, Cycling, Longest, Zipped
 from resumekit.data.prefetching import PrefetchedLoader, PrefetchingSource, WrappedSource
-from resumekit.data.resharding import resplit_positions
-from resumekit.data.source import Source
-from resumekit.data.stateful import StatefulSource, restores_itself
+from resumekit.data.source import CombinedLoaders, Cycling, Longest, Source, Zipped
+from resumekit.data.stateful import StatefulSource
 from resumekit.data.stream_objects import LoaderContent
 from resumekit.errors import ConfigurationError, DataPositionError, StateMismatchError
 from resumekit.state import BeforeSave, Fidelity, Resplit, Slot, WorldChange
@@ -296,15 +293,13 @@ def open_source(loader: Any, name: str, seed: RunSeed | None = None) -> Source:
         name: what the run calls it.
         seed: what keys are made from; None where random numbers are not keyed.
     """
-    open_inner = _map_source(getattr(loader, INNER, None), seed)
-    if open_inner is not None and not is_dispatched(loader):
-        return WrappedSource(loader, name, open_inner)
-    open_map = _map_source(loader, seed)
-    if open_map is not None:
-        return open_map(loader, name)
-    if restores_itself(loader):
-        return StatefulSource(loader, name)
-    return ReplaySource(loader, name)
+    traits = LoaderTraits.of(loader)
+    open_map = MapSource if seed is None else partial(KeyedSource, seed=seed)
+    if traits.kind == WRAPPED:
+        return WrappedSource(traits, name, open_map)
+    if traits.kind == MAP:
+        return open_map(traits, name)
+    return StatefulSource(traits, name) if traits.kind == STATEFUL else ReplaySource(traits, name)
 
 
 def epoch_usage(saved: DataPosition, loader: Any, state: Mapping[str, Any] | None) -> EpochUsage:
@@ -339,15 +334,6 @@ def saved_batch_size(state: Mapping[str, Any]) -> int | None:
 def _may_be_rebuilt(state: Mapping[str, Any]) -> bool:
     """Whether a position between two epochs does not say if each epoch builds the loader."""
     return not state["batch"] and state["rebuilt"] is None
-
-
-def _map_source(loader: Any, seed: RunSeed | None) -> Callable[[Any, str], MapSource] | None:
-    """What follows a loader by its indices; None where there are none to see."""
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return None
-    if hasattr(loader, "state_dict") and not is_stateful_data_loader(loader):
-        return None
-    return MapSource if seed is None else partial(KeyedSource, seed=seed)
 
 
 # The fields that every position has, and those of each kind; one that may be absent is not listed.

@@ -10,10 +10,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from resumekit.capture import RngState
-from resumekit.data.loader_changes import FRAMEWORK_CHANGED, RANKS, WRAPPED, wrapped_position
-from resumekit.data.loader_introspection import INNER, announce_epoch, rewrap, without_prefetch
+from resumekit.data.loader_changes import (
+    FRAMEWORK_CHANGED,
+    RANKS,
+    SHARED,
+    FittedPosition,
+    fit_around_inner,
+    refuse_kind,
+)
+from resumekit.data.loader_traits import (
+    WRAPPED,
+    LoaderTraits,
+    announce_epoch,
+    rewrap,
+    without_prefetch,
+)
 from resumekit.data.map_style import MapSource
-from resumekit.data.resharding import FittedPosition, fit_around_inner
 from resumekit.data.source import Source
 from resumekit.data.stream_objects import FindParameters, MakeUserState
 from resumekit.errors import DataPositionError
@@ -44,13 +56,13 @@ class OuterSource(Source):
     each such batch was fetched from, so that a resume fetches it once more.
 
     Args:
-        loader: what the user gave.
+        traits: of what the user gave.
         name: what the run calls it.
         inner: the source that it draws from.
     """
 
-    def __init__(self, loader: Any, name: str, inner: Source) -> None:
-        super().__init__(loader, name)
+    def __init__(self, traits: LoaderTraits, name: str, inner: Source) -> None:
+        super().__init__(traits, name)
         self._inner = inner
         self.keyed = inner.keyed
         self._ahead: deque[_Fetched] = deque()
@@ -160,7 +172,7 @@ class PrefetchingSource(OuterSource):
     kind = "ahead"
 
     def __init__(self, inner: Source) -> None:
-        super().__init__(inner.loader, inner.name, inner)
+        super().__init__(inner.traits, inner.name, inner)
         self.private = dict(inner.private)
         self._rng = RngState(self.private)
         self._is_ahead = False  # of the current epoch a batch was asked for
@@ -227,7 +239,7 @@ class WrappedSource(OuterSource):
     is iterated, around an inner loader of our own.
 
     Args:
-        loader: the framework's loader.
+        traits: of the framework's loader.
         name: what the run calls it.
         open_inner: gives the source of the loader inside.
     """
@@ -235,11 +247,11 @@ class WrappedSource(OuterSource):
     kind = WRAPPED
 
     def __init__(
-        self, loader: Any, name: str, open_inner: Callable[[Any, str], MapSource] = MapSource
+        self, traits: LoaderTraits, name: str, open_inner: Callable[[Any, str], MapSource]
     ) -> None:
-        inner = getattr(loader, INNER)
-        super().__init__(loader, name, open_inner(inner, name))
-        self._outer = rewrap(loader, _Feed(self, inner))
+        assert traits.inner is not None
+        super().__init__(traits, name, open_inner(traits.inner, name))
+        self._outer = rewrap(traits.loader, _Feed(self, traits.inner.loader))
         self._again: deque[Any] = deque()  # batches fetched once more, for the outer loader to take
         self._continues = False  # the current epoch was begun by another process
         self._current_rng: dict[str, Any] = {}  # the RNG state that it continues from
@@ -331,3 +343,36 @@ class _Feed:
 
     def __next__(self) -> Any:
         return self._source.take()
+
+
+def wrapped_position(
+    state: Mapping[str, Any],
+    kind: str,
+    geometry: Mapping[str, Any],
+    names: Mapping[str, str],
+    *,
+    where: str,
+) -> dict[str, Any]:
+    """The position of a plain loader, as that of the same loader inside a framework's loader.
+
+    Args:
+        state: the saved position.
+        kind: of the source of the loader inside.
+        geometry: of the loader around it.
+        names: what the loader around it calls the generators of the one inside.
+        where: the loader's name, for errors.
+
+    Raises:
+        DataPositionError: it is no position of such a loader.
+    """
+    if state["kind"] != kind:
+        refuse_kind(state, WRAPPED, where=where)
+    generators = state["generators"]
+    return {
+        **{key: state[key] for key in SHARED if key in state},
+        "kind": WRAPPED,
+        "geometry": dict(geometry),
+        "generators": {names[name]: each for name, each in generators.items() if name in names},
+        "inner": {**state, FRAMEWORK_CHANGED: True},
+        "ahead": [],
+    }

@@ -1,15 +1,21 @@
-"""The index sampler that resumekit puts into a loader: records its draws, seeks to a position."""
+"""The index sampler that resumekit puts into a loader: it records, digests and seeks an order."""
 
 from __future__ import annotations
 
+import dis
+import gc
+import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain, islice
+from types import FrameType, GeneratorType
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
+import xxhash
 from torch.utils.data import BatchSampler
 
 from resumekit.capture import RngState
@@ -18,17 +24,177 @@ from resumekit.data.epoch_order import (
     NAMED,
     UNKNOWN,
     Batching,
-    OrderDigest,
     may_draw_lazily,
-    pack_order,
-    packed_integers,
     redraw_order,
     require_same_name,
-    rest_of,
+    sampler_setting,
 )
-from resumekit.data.loader_changes import is_reshared, sampler_setting
+from resumekit.data.stream_objects import instructions_ahead
 from resumekit.data.workers import FetchRecorder, PaddingIndices
 from resumekit.errors import DataPositionError
+
+# ---------------------------------------------------------------- indices: digested, packed
+
+
+@dataclass
+class OrderDigest:
+    """A running digest of the indices that were delivered, in their order.
+
+    Args:
+        digest: of what came before.
+        packed: takes the indices themselves, as ``packed_integers``; None where nobody needs them.
+    """
+
+    digest: Any = field(default_factory=xxhash.xxh3_128)
+    packed: list[bytes | None] | None = None
+
+    def add(self, indices: Any) -> bytes | None:
+        """Takes in the indices of one batch, or of several in a row.
+
+        Returns:
+            What ``packed_integers`` gives of them.
+        """
+        packed = packed_integers(indices)
+        self.digest.update(_index_bytes(indices) if packed is None else packed)
+        if self.packed is not None:
+            self.packed.append(packed)
+        return packed
+
+    def hexdigest(self) -> str:
+        """The digest of all indices so far."""
+        return str(self.digest.hexdigest())
+
+
+def packed_integers(indices: Any) -> bytes | None:
+    """One or more indices as 64-bit integers; None where one of them is no such integer."""
+    if type(indices) is not list:
+        indices = _as_sequence(indices)
+    try:
+        return _packer(len(indices))(*indices)
+    except (struct.error, TypeError):
+        return None
+
+
+@lru_cache(maxsize=8)  # a batch is mostly as long as the one before
+def _packer(num_indices: int) -> Callable[..., bytes]:
+    return struct.Struct(f"{num_indices}q").pack
+
+
+def _as_sequence(indices: Any) -> Sequence[Any]:
+    if hasattr(indices, "tolist"):
+        indices = indices.tolist()
+    return indices if isinstance(indices, (list, tuple)) else [indices]
+
+
+def _index_bytes(indices: Any) -> bytes:
+    """The bytes of each index after the other, however they come in batches."""
+    return b"".join(map(_one_index_bytes, _as_sequence(indices)))
+
+
+def _one_index_bytes(index: Any) -> bytes:
+    if isinstance(index, (list, tuple)):  # one index of a loader that does not collate
+        return _index_bytes(index)
+    packed = packed_integers([index])
+    return repr(index).encode() + b"\n" if packed is None else packed
+
+
+# ---------------------------------------------------------------- an order that lies in a list
+
+# What a suspended generator may still run to give the rest of an iterator, and do nothing else.
+_PLAIN_REST = frozenset(
+    {
+        *("FOR_ITER", "END_FOR", "POP_ITER", "YIELD_VALUE", "YIELD_FROM", "SEND", "END_SEND"),
+        *("STORE_FAST", "LOAD_FAST", "STORE_FAST_LOAD_FAST", "LOAD_CONST", "POP_TOP", "NOP"),
+        *("JUMP_ABSOLUTE", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "CLEANUP_THROW"),
+        *("RESUME", "RETURN_VALUE", "RETURN_CONST", "CALL_INTRINSIC_1", "RERAISE"),
+    }
+)
+_ITS_VARIABLE = (["STORE_FAST", "LOAD_FAST"], ["STORE_FAST_LOAD_FAST"])
+_SEQUENCES = (list, tuple, range, np.ndarray)
+
+
+def rest_of(iterator: Any) -> Sequence[Any] | None:
+    """What an iterator is still to give; None where it may depend on what happens until then.
+
+    Known is the rest of a sequence, also where a generator passes it on. Nothing is drawn, and the
+    iterator stays where it is.
+    """
+    if isinstance(iterator, GeneratorType):
+        frame = iterator.gi_frame
+        return () if frame is None else rest_of(_passed_on(iterator, frame))
+    if type(iterator).__module__ != "builtins" or not hasattr(iterator, "__setstate__"):
+        return None
+    # CPython 3.10 to 3.13 Objects/listobject.c, tupleobject.c, rangeobject.c, iterobject.c: pickled
+    # as iter, what it goes over, and the position, where that is not the start.
+    made_by, (sequence, *_), *position = iterator.__reduce__()
+    if made_by is not iter or type(sequence) not in _SEQUENCES:
+        return None
+    return sequence[next(iter(position), None) or 0 :]  # type: ignore[no-any-return]
+
+
+def _passed_on(generator: GeneratorType[Any, Any, Any], frame: FrameType) -> Any:
+    """The iterator whose items a suspended generator gives as they are until its end, or None."""
+    code = instructions_ahead(frame)
+    rest = [each.opname for each in code]
+    if not _PLAIN_REST.issuperset(rest):
+        return None
+    if generator.gi_yieldfrom is not None:
+        is_last = rest.count("SEND") + rest.count("YIELD_FROM") == 1 and "FOR_ITER" not in rest
+        return generator.gi_yieldfrom if is_last else None
+    named = (each.argval for each in code if each.opcode in dis.haslocal)
+    variables = set(chain.from_iterable(n if isinstance(n, tuple) else (n,) for n in named))
+    if rest.count("FOR_ITER") != 1 or rest.count("YIELD_VALUE") != 1 or len(variables) != 1:
+        return None
+    if rest[rest.index("FOR_ITER") + 1 : rest.index("YIELD_VALUE")] not in _ITS_VARIABLE:
+        return None
+    parts = (*gc.get_referents(generator), *gc.get_referents(frame))
+    iterators = {id(each): each for each in parts if isinstance(each, Iterator)}
+    return iterators.popitem()[1] if len(iterators) == 1 else None
+
+
+def pack_order(
+    given: Sequence[bytes | None], rest: Sequence[Any], like: Any
+) -> dict[str, Any] | None:
+    """An order as it is saved; None where it does not consist of indices, or of lists of them.
+
+    Args:
+        given: the packed indices of the items that were given, or of batches of them.
+        rest: the items that are left.
+        like: one of the items that were given.
+    """
+    lists = type(like) is list
+    flat = list(chain.from_iterable(rest)) if lists else rest
+    kinds = {type(each) for each in (like if lists else [like])} | set(map(type, flat))
+    packed = packed_integers(flat)
+    if len(kinds) != 1 or not kinds <= _MAKE.keys() or packed is None or None in given:
+        return None
+    past = [each for each in given if each is not None]
+    lengths = [*(len(each) // 8 for each in past), *map(len, rest)] if lists else None
+    return {
+        "indices": np.frombuffer(b"".join((*past, packed)), dtype=np.int64),
+        "lengths": None if lengths is None else np.asarray(lengths, dtype=np.int64),
+        "kind": kinds.pop().__name__,
+    }
+
+
+def unpack_order(saved: Mapping[str, Any]) -> Sequence[Any]:
+    """The items of an order that was saved."""
+    indices, lengths = saved["indices"], saved["lengths"]
+    if lengths is not None:
+        return [each.tolist() for each in np.split(indices, np.cumsum(lengths)[:-1])]
+    make = {kind.__name__: make for kind, make in _MAKE.items()}[saved["kind"]]
+    return make(indices)  # type: ignore[no-any-return]
+
+
+# How the items of each type are made of 64-bit integers.
+_MAKE: dict[type, Callable[[Any], Any]] = {
+    int: lambda indices: indices.tolist(),
+    np.int64: lambda indices: indices,
+    torch.Tensor: lambda indices: torch.from_numpy(indices.copy()).unbind(),
+}
+
+
+# ---------------------------------------------------------------- the index sampler
 
 # Takes the user's sampler at the start of the epoch, and what takes in the indices that are passed
 # over; returns the batches that are left.
@@ -256,6 +422,11 @@ def find_seeker(
     used = used_here(state)
     skip = partial(_skip_samples, samples=samples, batching=batching)
     return partial(skip, where=where, num_samples=used, digest=digest)
+
+
+def is_reshared(state: Mapping[str, Any]) -> bool:
+    """Whether the rest of the epoch is not the one that the loader's own sampler gives."""
+    return bool(state.get("reshared")) or state["used"]["since"] > 0
 
 
 def used_here(state: Mapping[str, Any]) -> int:

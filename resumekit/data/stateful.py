@@ -23,17 +23,12 @@ from torch.utils.data import Dataset, IterableDataset
 
 from resumekit.capture import RngState
 from resumekit.data.iterable import BatchDigest, first_dimension
-from resumekit.data.loader_introspection import (
-    INNER,
+from resumekit.data.loader_traits import (
+    LoaderTraits,
     announce_epoch,
     each_once,
-    has_own_state,
-    is_hugging_face,
-    is_node_loader,
-    is_stateful_data_loader,
     nested_generators,
     reachable,
-    shallow_copy,
     with_state,
 )
 from resumekit.data.source import Source
@@ -55,28 +50,26 @@ class StatefulSource(Source):
 
     kind = "stateful"
 
-    def __init__(self, loader: Any, name: str, *, num_trials: int = _NUM_TRIALS) -> None:
-        super().__init__(loader, name)
-        is_torchdata = is_stateful_data_loader(loader)
-        self._iterated: Any = shallow_copy(loader) if is_torchdata else loader
-        self._holder = type(loader.dataset if is_torchdata else loader).__name__
-        generators = with_state(nested_generators({"loader": loader}))
+    def __init__(self, traits: LoaderTraits, name: str, *, num_trials: int = _NUM_TRIALS) -> None:
+        super().__init__(traits, name)
+        self._iterated: Any = traits.shallow_copy() if traits.is_torchdata else traits.loader
+        self._holder = type(traits.dataset if traits.is_torchdata else traits.loader).__name__
+        generators = with_state(nested_generators({"loader": traits.loader}))
         generators = each_once({**self.private, **generators})
         # Threads of nodes draw at any time: their generators are set where an epoch begins only.
-        self._is_node_loader = is_node_loader(loader)
-        self.private = {} if self._is_node_loader else generators
+        self.private = {} if traits.is_node_loader else generators
         self._rng = RngState(generators)
         self._start: dict[str, Any] | None = None  # the RNG state when the epoch began
         self._ever_begun = False
         self._at_end: dict[str, Any] | None = None  # the same after an epoch's end, until it reads
-        self._num_trials = 0 if getattr(loader, "num_workers", 0) else num_trials  # still to come
+        self._num_trials = 0 if traits.num_workers else num_trials  # still to come
         self._unused: Any = None  # a copy of the loader as the script made it
         self._expected: str | None = None  # the digest of the next batch, as a resume gives it
         self._unknown = ""
 
     @property
     def fidelity(self) -> tuple[Fidelity, str]:
-        workers = getattr(self.loader, "num_workers", 0)
+        workers = self.traits.num_workers
         if workers:
             return Fidelity.EQUIVALENT, (
                 f"the state_dict() of {self._holder} may lack the random numbers of its {workers} "
@@ -92,7 +85,7 @@ class StatefulSource(Source):
     def begin(self, epoch: int) -> None:
         announce_epoch(self._iterated, epoch)
         pending = self._take_pending(epoch)
-        if not self._ever_begun and (self._num_trials or self._is_node_loader):
+        if not self._ever_begun and (self._num_trials or self.traits.is_node_loader):
             self._keep_unused()
         elif self._num_trials:
             self._expected = self._try_to_resume()
@@ -101,7 +94,8 @@ class StatefulSource(Source):
             self._load(pending)
         self._start = self._rng.state_dict()
         self._at_end = self._start if is_loaded and not self.batch else None
-        self._iterator = _continued(self._iterated) if is_loaded else iter(self._iterated)
+        continues_nodes = is_loaded and self.traits.is_node_loader
+        self._iterator = (_continued if continues_nodes else iter)(self._iterated)
         self._ever_begun = True
 
     def _load(self, pending: Mapping[str, Any]) -> None:
@@ -112,7 +106,7 @@ class StatefulSource(Source):
             self._iterated.load_state_dict(state)
             return
         before = self._rng.state_dict()
-        if self._is_node_loader:
+        if self.traits.is_node_loader:
             self._iterated.load_state_dict(self._next_epoch_of(state))
             before.update(generators=(start or before)["generators"])
         else:
@@ -182,7 +176,7 @@ class StatefulSource(Source):
             unused, self._unused = self._unused, None
             if self._num_trials:
                 self._unused = _unused_copy(unused)
-            again = StatefulSource(unused, self.name, num_trials=0)
+            again = StatefulSource(LoaderTraits.of(unused), self.name, num_trials=0)
             return again._first_batch(self._current_state(), self._rng.generators)
         except Exception as error:  # noqa: BLE001 - the user's objects raise anything
             self._no_trial(error)
@@ -220,15 +214,13 @@ class StatefulSource(Source):
         # answer.
         loader_state = copy.deepcopy(self._iterated.state_dict()) if self._ever_begun else None
         start = self._start if self.batch else None
-        if self._is_node_loader and not self.batch:
+        if self.traits.is_node_loader and not self.batch:
             start = self._rng.state_dict()
         return {**self._state(), "loader": loader_state, "start": start}
 
 
 def _continued(loader: Any) -> Any:
-    """An iterator from the state that was loaded, also at the end of an epoch."""
-    if not is_node_loader(loader):
-        return iter(loader)
+    """A node loader's iterator from the state that was loaded, also at the end of an epoch."""
     # torchdata 0.11 nodes/loader.py would read a batch to find out whether to begin another epoch.
     restarts, loader.restart_on_stop_iteration = loader.restart_on_stop_iteration, False
     try:
@@ -271,18 +263,3 @@ def _unused_copy(loader: Any) -> Any:
 def _drop(copied: Any) -> None:
     """Ends the threads of a copy, which would fail where the garbage collector runs in one."""
     getattr(copied, "__dict__", {}).clear()
-
-
-def restores_itself(loader: Any) -> bool:
-    """Whether a loader claims that its ``state_dict`` restores its position exactly."""
-    if hasattr(loader, INNER) or not has_own_state(loader) or is_hugging_face(loader):
-        return False
-    if not is_stateful_data_loader(loader):
-        return True
-    dataset = loader.dataset
-    return (
-        isinstance(dataset, IterableDataset)
-        and loader.num_workers == 0
-        and has_own_state(dataset)
-        and not is_hugging_face(dataset)
-    )

@@ -362,17 +362,22 @@ def _read_by_generator(generator: types.GeneratorType[Any, Any, Any]) -> list[An
 
 def _used_from(frame: types.FrameType) -> set[str]:
     """The variables that the code names where it may still come to."""
-    instructions = list(dis.get_instructions(frame.f_code))
+    used: set[str] = set()
+    for each in instructions_ahead(frame):
+        if each.opcode in _NAMED:
+            used.update(each.argval if isinstance(each.argval, tuple) else (each.argval,))
+    return used
+
+
+def instructions_ahead(frame: types.FrameType) -> list[dis.Instruction]:
+    """The instructions of a suspended frame that it may still come to."""
+    code = [each for each in dis.get_instructions(frame.f_code) if each.opname != "EXTENDED_ARG"]
     first, former = frame.f_lasti, -1
     while first != former:  # a jump back leads to the start of a loop
         former = first
-        targets = (e.argval for e in instructions if e.offset >= former and e.opcode in _JUMPS)
+        targets = (e.argval for e in code if e.offset >= former and e.opcode in _JUMPS)
         first = min((former, *targets))
-    used: set[str] = set()
-    for each in instructions:
-        if each.offset >= first and each.opcode in _NAMED:
-            used.update(each.argval if isinstance(each.argval, tuple) else (each.argval,))
-    return used
+    return [each for each in code if each.offset >= first]
 
 
 def _holds(referent: Any, value: Any) -> bool:

@@ -24,7 +24,7 @@ from resumekit.capture import (
     read_devices,
     set_device_state,
 )
-from resumekit.data.loader_introspection import announce_epoch
+from resumekit.data.loader_traits import announce_epoch
 from resumekit.errors import DataPositionError
 
 # random.Random: 624 words and a position, then half of a pair of normal numbers, if there is one.

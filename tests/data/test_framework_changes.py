@@ -27,8 +27,9 @@ from torch.utils.data import (
 )
 
 from resumekit.capture import RngState
-from resumekit.data import DataPosition, ResumableSampler, open_source
+from resumekit.data import DataPosition, ResumableSampler
 from resumekit.data.keyed import RunSeed
+from resumekit.data.position import open_source
 from resumekit.errors import DataPositionError
 from resumekit.state import Fidelity, WorldChange
 

@@ -14,7 +14,10 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from resumekit.capture import RngState
-from resumekit.data import DataPosition, ReplaySource, WrappedSource, open_source
+from resumekit.data import DataPosition
+from resumekit.data.iterable import ReplaySource
+from resumekit.data.position import open_source
+from resumekit.data.prefetching import WrappedSource
 from resumekit.errors import DataPositionError
 
 EPOCHS = 3

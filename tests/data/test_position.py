@@ -26,8 +26,8 @@ from resumekit.data import (
     DataPosition,
     DistributedResumableSampler,
     ResumableSampler,
-    open_source,
 )
+from resumekit.data.position import open_source
 from resumekit.data.workers import read_states
 from resumekit.errors import ConfigurationError, DataPositionError
 from resumekit.state import Fidelity

@@ -38,8 +38,8 @@ from torch.utils.data import (
 from resumekit import Progress
 from resumekit.adapters.torch import Checkpointer
 from resumekit.data import DistributedResumableSampler, ResumableSampler
-from resumekit.data.epoch_order import OrderDigest
 from resumekit.data.keyed import Repeats
+from resumekit.data.seeking import OrderDigest
 
 
 @pytest.fixture(autouse=True)

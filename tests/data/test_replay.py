@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from resumekit.adapters.torch import Checkpointer
 from resumekit.capture import RngState
-from resumekit.data import ReplaySource, open_source
-from resumekit.data.iterable import BatchDigest
+from resumekit.data.iterable import BatchDigest, ReplaySource
+from resumekit.data.position import open_source
 from resumekit.data.workers import FetchRecorder, read_states, write_states
 from resumekit.errors import DataPositionError, InexactError
 from resumekit.log import show_messages

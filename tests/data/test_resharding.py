@@ -31,7 +31,7 @@ from torch.utils.data import (
 from resumekit.adapters.torch import Checkpointer
 from resumekit.data import DataPosition, DistributedResumableSampler, ResumableSampler
 from resumekit.data.epoch_order import Batching, order_name
-from resumekit.data.resharding import fit_position
+from resumekit.data.loader_changes import fit_position
 from resumekit.errors import DataPositionError
 from resumekit.state import WorldChange
 

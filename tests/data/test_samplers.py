@@ -18,9 +18,9 @@ from resumekit.data import (
     DataPosition,
     DistributedResumableSampler,
     ResumableSampler,
-    open_source,
 )
-from resumekit.data.samplers import LONGEST, InOrder, Permutation, share
+from resumekit.data.epoch_order import LONGEST, InOrder, Permutation, share
+from resumekit.data.position import open_source
 from resumekit.errors import ConfigurationError, DataPositionError
 
 HUNDRED_MILLION = 100_000_000

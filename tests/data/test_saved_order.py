@@ -23,7 +23,7 @@ from torch.utils.data import (
 
 from resumekit.capture import RngState, content_digest
 from resumekit.data import DataPosition
-from resumekit.data.epoch_order import pack_order, packed_integers, rest_of, unpack_order
+from resumekit.data.seeking import pack_order, packed_integers, rest_of, unpack_order
 from resumekit.errors import DataPositionError
 from resumekit.state import Fidelity
 

@@ -23,7 +23,8 @@ from torch.utils.data import (
 )
 
 from resumekit.capture import RngState
-from resumekit.data import ReplaySource, open_source
+from resumekit.data.iterable import ReplaySource
+from resumekit.data.position import open_source
 from resumekit.state import Fidelity
 
 torchdata = pytest.importorskip(

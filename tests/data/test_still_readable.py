@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
-from resumekit.data.loader_introspection import sample_iterator
+from resumekit.data.loader_traits import sample_iterator
 from resumekit.data.stream_objects import still_readable
 
 SAMPLES = [1.5, 2.5, 3.5]

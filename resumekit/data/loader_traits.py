@@ -9,7 +9,8 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import chain, islice, repeat
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -21,6 +22,190 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from resumekit.capture import GENERATOR_TYPES
 
+# Under this name a framework's loader holds the one it draws from. accelerate 1.15 data_loader.py
+# DataLoaderAdapter; transformers.Trainer iterates the same class.
+INNER = "base_dataloader"
+# How the position in a loader is found.
+MAP, WRAPPED, STATEFUL, REPLAY = "map", "wrapped", "stateful", "replay"
+
+
+@dataclass(frozen=True)
+class LoaderTraits:
+    """What a loader is, read once, when a loop opens it.
+
+    None of it changes while the loop draws. torch 2.13 utils/data/dataloader.py refuses another
+    dataset or sampler for a DataLoader that exists, and the copy that is iterated follows no other
+    setting either. What may change between two epochs is read when one begins or is saved: lengths,
+    the settings of samplers and what is in their attributes, and who has ``set_epoch``.
+
+    Args:
+        loader: what the user or a framework draws from.
+        inner: the same of the loader that a framework's loader draws from; None for others.
+        kind: by its indices (``map``), by those of ``inner`` (``wrapped``), by its own state
+            (``stateful``), or by drawing the epoch's batches again (``replay``).
+        is_stream: it is known how its batches are drawn again: a DataLoader over an iterable
+            dataset, or one rank draws for all. Not torch's IterDataPipe, which is rebuilt, with
+            other seeds, by every loader.
+        is_torchdata: it is a StatefulDataLoader that iterates as torchdata's does.
+        is_node_loader: it is torchdata's over a graph of nodes, which may read ahead in threads.
+        parts: what it calls: the dataset (itself where it is an iterable one), the function that
+            collates, and samplers; None for one that it does not have.
+        samplers: every sampler, by dotted name, outermost first.
+        num_workers: the number of its worker processes.
+        keeps_workers: they outlive the epoch.
+        unordered: why no resume can repeat the order in which workers deliver; empty where one can.
+    """
+
+    loader: Any
+    inner: LoaderTraits | None
+    kind: str
+    is_stream: bool
+    is_torchdata: bool
+    is_node_loader: bool
+    parts: Mapping[str, Any]
+    samplers: Mapping[str, Any]
+    num_workers: int
+    keeps_workers: bool
+    unordered: str
+
+    @classmethod
+    def of(cls, loader: Any) -> LoaderTraits:
+        """What this loader is."""
+        itself = loader if isinstance(loader, IterableDataset) else None
+        held = getattr(loader, INNER, None)
+        is_torchdata, is_dispatched = _is_torchdata(loader), _is_dispatched(loader)
+        num_workers = getattr(loader, "num_workers", 0)
+        is_unordered = num_workers and not getattr(loader, "in_order", True)
+        if _is_map_style(held) and not is_dispatched:
+            kind = WRAPPED
+        elif _is_map_style(loader):
+            kind = MAP
+        else:
+            kind = STATEFUL if held is None and _restores_itself(loader) else REPLAY
+        return cls(
+            loader=loader,
+            inner=None if held is None else cls.of(held),
+            kind=kind,
+            is_stream=_is_stream(loader if held is None else held, is_dispatched=is_dispatched),
+            is_torchdata=is_torchdata,
+            is_node_loader=isinstance(loader, _public("torchdata.nodes", "Loader")),
+            parts={
+                "dataset": getattr(loader, "dataset", itself),
+                **{name: getattr(loader, name, None) for name in _CALLED},
+            },
+            samplers=dict(samplers_of(loader)),
+            num_workers=num_workers,
+            keeps_workers=bool(num_workers and getattr(loader, "persistent_workers", False)),
+            unordered=_UNORDERED if is_unordered else "",
+        )
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset; None where it has none."""
+        return self.parts["dataset"]
+
+    @property
+    def collates(self) -> bool:
+        """Whether it makes batches of samples."""
+        return self.parts["batch_sampler"] is not None
+
+    @property
+    def is_iterable(self) -> bool:
+        """Whether its dataset is an iterable one, so that its length is an estimate."""
+        return isinstance(self.dataset, IterableDataset)
+
+    @property
+    def stream(self) -> LoaderTraits | None:
+        """The DataLoader that it is or holds, if its batches are to be replayed."""
+        return (self.inner or self) if self.is_stream else None
+
+    def shallow_copy(self) -> DataLoader[Any]:
+        """The same loader as if it had never been iterated."""
+        copied: DataLoader[Any] = copy.copy(self.loader)
+        copied.__dict__["_iterator"] = None
+        if self.is_torchdata:
+            # torchdata 0.11 stateful_dataloader.py: the state to begin with, and whether there is
+            # an iterator already because its state was asked for.
+            copied.__dict__.update(next_iter_state=None, _initial_iter_for_state_dict=False)
+        return copied
+
+    def shared_parts(self) -> dict[int, Any]:
+        """What a copy of its samplers shares with them now, as the memo of a deep copy."""
+        attributes = (getattr(each, "__dict__", {}).values() for each in self.samplers.values())
+        parts = filter(_is_shared, chain.from_iterable(attributes))
+        return {id(each): each for each in (self.dataset, *parts)}
+
+    @cached_property
+    def generators(self) -> dict[str, Any]:
+        """Every private generator that it draws from in this process, each once, by dotted name.
+
+        Read when it is first asked. Those of a sampler may be in an object below it, or in a module
+        that its ``__iter__`` names. The dataset's own are among them only where there are no
+        workers: in workers they are copies that this process cannot see.
+        """
+        found = private_generators(self.loader)
+        of_samplers = nested_generators(self.samplers, left_out=self.shared_parts())
+        found.update(with_state(of_samplers))
+        for name in () if self.num_workers else ("dataset", "collate_fn"):
+            found.update(private_generators(self.parts[name], f"{name}."))
+        return each_once(found)
+
+
+def _is_shared(value: Any) -> bool:
+    return isinstance(value, (Dataset, torch.nn.Module, ModuleType))
+
+
+_CALLED = ("collate_fn", "sampler", "batch_sampler")
+_UNORDERED = "in_order=False delivers in an order that no record can repeat"
+
+
+def _is_torchdata(loader: Any) -> bool:
+    return _iterates_as(loader, "torchdata.stateful_dataloader", "StatefulDataLoader")
+
+
+def _is_dispatched(loader: Any) -> bool:
+    """Whether one rank draws the batches of all, and sends each rank its batch."""
+    is_dispatcher = isinstance(loader, _public("accelerate.data_loader", "DataLoaderDispatcher"))
+    return is_dispatcher and loader.state.num_processes > 1
+
+
+def _is_map_style(loader: Any) -> bool:
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    return not hasattr(loader, "state_dict") or _is_torchdata(loader)
+
+
+def _is_stream(loader: Any, *, is_dispatched: bool) -> bool:
+    is_torch = getattr(type(loader), "__iter__", None) is DataLoader.__iter__
+    if not (is_torch or _is_torchdata(loader)):
+        return False
+    dataset = loader.dataset
+    return is_dispatched or (
+        isinstance(dataset, IterableDataset) and not isinstance(dataset, IterDataPipe)
+    )
+
+
+def _restores_itself(loader: Any) -> bool:
+    """Whether a loader claims that its ``state_dict`` restores its position exactly."""
+    if not _has_own_state(loader):
+        return False
+    if not _is_torchdata(loader):
+        return True
+    dataset = loader.dataset
+    is_iterable = isinstance(dataset, IterableDataset)
+    return is_iterable and loader.num_workers == 0 and _has_own_state(dataset)
+
+
+def _has_own_state(value: Any) -> bool:
+    """Whether it has a state that restores it; that of a stream of ``datasets`` does not."""
+    names = ("state_dict", "load_state_dict")
+    return all(callable(getattr(value, n, None)) for n in names) and not is_hugging_face(value)
+
+
+def is_hugging_face(dataset: Any) -> bool:
+    """Whether it is a stream of Hugging Face ``datasets``."""
+    return isinstance(dataset, _public("datasets", "IterableDataset"))
+
 
 def announce_epoch(loader: Any, epoch: int, *, with_dataset: bool = True) -> None:
     """Calls ``set_epoch`` on the loader, every sampler and the dataset, where they have one."""
@@ -31,32 +216,6 @@ def announce_epoch(loader: Any, epoch: int, *, with_dataset: bool = True) -> Non
         set_epoch = getattr(holder, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
-
-
-# Under this name a framework's loader holds the one it draws from. accelerate 1.15 data_loader.py
-# DataLoaderAdapter; transformers.Trainer iterates the same class.
-INNER = "base_dataloader"
-
-
-def is_stateful_data_loader(loader: Any) -> bool:
-    """Whether it is torchdata's; a subclass that iterates in its own way is not."""
-    return _iterates_as(loader, "torchdata.stateful_dataloader", "StatefulDataLoader")
-
-
-def is_node_loader(loader: Any) -> bool:
-    """Whether it is torchdata's loader over a graph of nodes, which may read ahead in threads."""
-    return isinstance(loader, _public("torchdata.nodes", "Loader"))
-
-
-def is_dispatched(loader: Any) -> bool:
-    """Whether one rank draws the batches of all, and sends each rank its batch."""
-    is_dispatcher = isinstance(loader, _public("accelerate.data_loader", "DataLoaderDispatcher"))
-    return is_dispatcher and loader.state.num_processes > 1
-
-
-def is_hugging_face(dataset: Any) -> bool:
-    """Whether it is a stream of Hugging Face ``datasets``."""
-    return isinstance(dataset, _public("datasets", "IterableDataset"))
 
 
 def is_seeded_by_epoch(sampler: Any) -> bool:
@@ -87,47 +246,11 @@ def known_length(value: Any) -> int | None:
         return None
 
 
-def unordered_reason(loader: Any) -> str:
-    """Why no resume can repeat the order in which workers deliver; empty where one can."""
-    if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
-        return "in_order=False delivers in an order that no record can repeat"
-    return ""
-
-
 def initial_seed(saved: torch.Tensor, generator: torch.Generator) -> int:
     """The seed of the generator whose state was saved."""
     former = torch.Generator(generator.device)
     former.set_state(saved)
     return former.initial_seed()
-
-
-def has_own_state(value: Any) -> bool:
-    """Whether it offers ``state_dict`` and ``load_state_dict``."""
-    names = ("state_dict", "load_state_dict")
-    return all(callable(getattr(value, name, None)) for name in names)
-
-
-def has_estimated_length(loader: Any) -> bool:
-    """Whether the number of batches is unknown: those of an iterable dataset."""
-    return isinstance(getattr(loader, "dataset", loader), IterableDataset)
-
-
-def stream_loader(loader: Any) -> DataLoader[Any] | None:
-    """The DataLoader that a loader is or holds, if its batches are to be replayed.
-
-    They are where its dataset is iterable, and where one rank draws for all.
-
-    None where it is not known how batches are drawn: a loader that iterates in its own way, and
-    torch's IterDataPipe, which is rebuilt, with other seeds, by every loader.
-    """
-    inner = getattr(loader, INNER, loader)
-    is_torch = getattr(type(inner), "__iter__", None) is DataLoader.__iter__
-    if not (is_torch or is_stateful_data_loader(inner)):
-        return None
-    dataset = inner.dataset
-    is_iterable = isinstance(dataset, IterableDataset) and not isinstance(dataset, IterDataPipe)
-    is_stream = is_iterable or is_dispatched(loader)
-    return inner if is_stream else None
 
 
 def sample_iterator(iterator: Any) -> Any:
@@ -140,13 +263,6 @@ def sample_iterator(iterator: Any) -> Any:
     # utils/data/_utils/fetch.py _IterableDatasetFetcher.__init__.
     fetcher = getattr(iterator, "_dataset_fetcher", None)
     return getattr(fetcher, "dataset_iter", iterator)
-
-
-def shallow_copy(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """The same loader as if it had never been iterated."""
-    copied = copy.copy(loader)
-    reset_iteration(copied)
-    return copied
 
 
 def kept_iterators(loader: DataLoader[Any]) -> list[str]:
@@ -172,25 +288,6 @@ def iterate_copy(copied: DataLoader[Any], kept: Iterable[str], num_used: int = 0
     if kept:
         next(islice(iterator, num_used, num_used), None)
     return iterator
-
-
-def shared_parts(loader: Any) -> dict[int, Any]:
-    """What a copy of the loader's samplers shares with them, as the memo of a deep copy."""
-    dataset = getattr(loader, "dataset", None)
-    parts = [dataset]
-    for _, sampler in samplers_of(loader):
-        parts += getattr(sampler, "__dict__", {}).values()
-    shared = (Dataset, torch.nn.Module, ModuleType)
-    return {id(each): each for each in parts if each is dataset or isinstance(each, shared)}
-
-
-def reset_iteration(loader: DataLoader[Any]) -> None:
-    """Makes a copy of a loader restart, whatever the loader itself was asked before."""
-    loader.__dict__["_iterator"] = None
-    if is_stateful_data_loader(loader):
-        # torchdata 0.11 stateful_dataloader.py: the state to begin with, and whether there is an
-        # iterator already because its state was asked for.
-        loader.__dict__.update(next_iter_state=None, _initial_iter_for_state_dict=False)
 
 
 def rewrap(loader: Any, inner: Any) -> Any:
@@ -255,33 +352,12 @@ def private_generators(holder: Any, prefix: str = "") -> dict[str, Any]:
     }
 
 
-def loader_generators(loader: Any) -> dict[str, Any]:
-    """Every private generator that a loader draws from in this process, each once.
-
-    Those of a sampler may be in an object below it, or in a module that its ``__iter__`` names.
-    The dataset's own are among them only when the loader has no workers: in workers they are copies
-    that this process cannot see.
-    """
-    found = private_generators(loader)
-    of_samplers = nested_generators(dict(samplers_of(loader)), left_out=shared_parts(loader))
-    found.update(with_state(of_samplers))
-    if getattr(loader, "num_workers", 0) == 0:
-        for name in ("dataset", "collate_fn"):
-            found.update(private_generators(getattr(loader, name, None), f"{name}."))
-    return each_once(found)
-
-
 def each_once(generators: Mapping[str, Any]) -> dict[str, Any]:
     """The generators under the first of their names."""
     unique: dict[int, tuple[str, Any]] = {}
     for name, generator in generators.items():
         unique.setdefault(id(generator), (name, generator))
     return dict(unique.values())
-
-
-def stateful_generators(loader: Any) -> dict[str, Any]:
-    """Those of them whose state can be taken out, of a loader that no loop of ours draws from."""
-    return with_state(loader_generators(loader))
 
 
 def with_state(generators: Mapping[str, Any]) -> dict[str, Any]:
@@ -411,19 +487,20 @@ class ExistingObjects:
     the loop gives them. Within one process the second epoch shows it. A process that resumes at the
     start of an epoch sees one loader only, and looks at what existed before: otherwise a generator
     that the loop has seeded for this epoch would get its state of the former one. Without it three
-    tests of such loops fail: ``rebuilt*`` in tests/test_loaders.py.
+    tests of such loops fail: ``rebuilt*`` in tests/test_loaders.py. A walk from the script's
+    variables does not do: it takes a loader that a cache holds for a new one, whose generators
+    would not be restored (``loader_of_a_cache`` there).
     """
 
     def __init__(self) -> None:
-        self._references = {id(each): _reference(each) for each in _living()}
+        self._references = [_reference(each) for each in _living()]
 
     def contains(self, thing: Any) -> bool:
         """Whether it existed, as far as this can be known."""
         thing = getattr(thing, INNER, thing)  # what a framework wraps, it makes together with it
         if not isinstance(thing, _KINDS):
             return True
-        reference = self._references.get(id(thing))
-        if reference is not None and reference() is thing:
+        if any(reference() is thing for reference in self._references):
             return True
         # Objects after gc.freeze() are not listed; they are older than any epoch.
         return not any(each is thing for each in _living())
@@ -457,15 +534,9 @@ def without_history(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _living() -> list[Any]:
     # Not isinstance: it would ask each of a million objects, and some answer for another one.
-    kinds = {kind for base in _KINDS for kind in _and_subclasses(base)}
-    return [each for each in gc.get_objects() if type(each) in kinds]
-
-
-def _and_subclasses(kind: type) -> Iterator[type]:
-    yield kind
-    subclasses: list[type] = kind.__subclasses__()
-    for subclass in subclasses:
-        yield from _and_subclasses(subclass)
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, _KINDS)}
+    return [each for each in objects if type(each) in kinds]
 
 
 def _reference(thing: Any) -> Callable[[], Any]:
