@@ -36,9 +36,9 @@ from resumekit.errors import (
     StateMismatchError,
     UnsupportedValueError,
 )
+from resumekit.record.trace import rng_digests
 from resumekit.state import ComponentState, SharingPattern, StateComponent
 from resumekit.storage import Store
-from resumekit.tracing import rng_digests
 
 NUM_BATCHES = 4
 

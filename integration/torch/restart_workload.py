@@ -10,7 +10,7 @@ from torch.distributed import barrier, destroy_process_group
 from workloads import train
 
 from resumekit.prove import launch_directory
-from resumekit.tracing import KILL_VARIABLE, TRACE_VARIABLE
+from resumekit.record.trace import KILL_VARIABLE, TRACE_VARIABLE
 
 if __name__ == "__main__":
     directory, traces, kill = sys.argv[1:]

@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 from official_scripts import MODULE
 
-from resumekit.journal import Verdict
 from resumekit.launcher.processes import Launch, kill_processes
+from resumekit.record.comparison import Verdict
+from resumekit.record.trace import INJECT_VARIABLE
 from resumekit.testing.launchers import ForkServer, distributed_environment, free_port
 from resumekit.testing.task import Task, load_function, target_of
 from resumekit.testing.trace_checks import worst_verdict
-from resumekit.tracing import INJECT_VARIABLE
 
 # Read by scripts/judged_script.py, which must not import this.
 RECORDS_VARIABLE = "SCRIPT_RECORDS"

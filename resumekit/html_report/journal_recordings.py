@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from resumekit.journal import LOSS, Has, Record
-from resumekit.journal import STEP as STEP_RECORD
 from resumekit.prove import RESUMED, STEP
 from resumekit.prove.recordings import DATA, IN_ANY_ORDER, LR, RNG, Moment, Recording
+from resumekit.record.journal import LOSS, Has, Record
+from resumekit.record.journal import STEP as STEP_RECORD
 
 _ALL = ~0
 

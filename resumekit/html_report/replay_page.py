@@ -11,9 +11,9 @@ from resumekit.html_report.charts import Chart, Drawing, Line, Mark, Point, draw
 from resumekit.html_report.finding_rows import causes_in_words, finding_rows
 from resumekit.html_report.journal_recordings import of_replay
 from resumekit.html_report.rendering import Headline, Table, render
-from resumekit.journal import DIRECTORY, find_attempts
 from resumekit.prove.causes import Cause, Finding, find_causes
 from resumekit.prove.recordings import Launch, Recording, losses
+from resumekit.record.journal import DIRECTORY, find_attempts
 
 if TYPE_CHECKING:
     from resumekit.replay import RankResult, ReplayResult

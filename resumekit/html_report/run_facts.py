@@ -15,7 +15,9 @@ from typing import Any
 
 from resumekit.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from resumekit.html_report.charts import Point
-from resumekit.journal import (
+from resumekit.record.comparison import compared
+from resumekit.record.conditions import Header
+from resumekit.record.journal import (
     BEGIN,
     DIRECTORY,
     END,
@@ -25,10 +27,8 @@ from resumekit.journal import (
     STEP,
     Attempt,
     Has,
-    Header,
     Record,
     SaveCost,
-    compared,
     find_attempts,
 )
 from resumekit.shared_files import shared_bytes

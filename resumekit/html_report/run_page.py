@@ -17,8 +17,8 @@ from resumekit.html_report.run_facts import (
     RunFacts,
     changed_settings,
 )
-from resumekit.journal import SaveCost
 from resumekit.progress_display import human_bytes
+from resumekit.record.journal import SaveCost
 from resumekit.storage import Manifest
 
 

@@ -23,14 +23,14 @@ from resumekit.prove.trace_records import (
     launch_directory,
 )
 from resumekit.prove.workspaces import copy_workspace
-from resumekit.recorder import RecorderSettings
-from resumekit.tracing import (
+from resumekit.record.trace import (
     INJECT_VARIABLE,
     KILL_VARIABLE,
     RUN_ROOT_VARIABLE,
     TRACE_VARIABLE,
     KillPoint,
 )
+from resumekit.recorder import RecorderSettings
 
 _POLL_SECONDS = 0.001
 # Helpers of multiprocessing end a moment after the process that they serve.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from resumekit.errors import ConfigurationError, KillPointNotReachedError, ProveError
 from resumekit.prove.trace_records import CHECKPOINT, Attempt, records_of, steps_of
-from resumekit.tracing import KillPoint
+from resumekit.record.trace import KillPoint
 
 
 @dataclass(frozen=True)

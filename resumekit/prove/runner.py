@@ -39,7 +39,7 @@ from resumekit.prove.result import ProveResult
 from resumekit.prove.trace_records import CHECKPOINT, STEP, Attempt, records_of, steps_of
 from resumekit.prove.trials import Judge, forgiven
 from resumekit.prove.workspaces import workspace_of
-from resumekit.tracing import KillPoint
+from resumekit.record.trace import KillPoint
 
 EVERY_COMPONENT = "all"
 

@@ -22,7 +22,7 @@ from resumekit.prove.recording import failure_of_recorder, read_records
 from resumekit.prove.recordings import read_recordings
 from resumekit.prove.result import Outcome, Trial, Verdict
 from resumekit.prove.trace_records import Attempt, read_trace
-from resumekit.tracing import KillPoint
+from resumekit.record.trace import KillPoint
 
 # A relaunch did something else than the uninterrupted run.
 _EXPLAINED = (Outcome.DIVERGED, Outcome.RESTARTED, Outcome.CAUGHT, Outcome.MISNAMED)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import xxhash
 
-from resumekit.tracing import device_states
+from resumekit.record.trace import device_states
 
 # torch 2.13 aten/src/ATen/CPUGeneratorImpl.cpp CPUGeneratorImplStateLegacy: seed, left, seeded,
 # next, then the words.

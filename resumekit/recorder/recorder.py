@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from resumekit.record.trace import Trace, rng_digests
 from resumekit.recorder.alignment import Origin, Position, align
 from resumekit.recorder.batches import BatchRecord
 from resumekit.recorder.digests import value_digest
@@ -25,7 +26,6 @@ from resumekit.recorder.optimizers import (
     state_digests,
 )
 from resumekit.recorder.settings import RecorderSettings
-from resumekit.tracing import Trace, rng_digests
 
 # The process that trains. What it starts belongs to its own work, not to the run.
 TRAINER_VARIABLE = "RESUMEKIT_RECORDED_PROCESS"

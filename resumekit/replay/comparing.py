@@ -6,17 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from resumekit.diff import compare_checkpoints
-from resumekit.journal import (
-    LOSS,
-    STEP,
-    Attempt,
-    Has,
-    Header,
-    Record,
-    changes,
-    loss_is_comparable,
-    replayed,
-)
+from resumekit.record.comparison import replayed
+from resumekit.record.conditions import Header, changes, loss_is_comparable
+from resumekit.record.journal import LOSS, STEP, Attempt, Has, Record
 from resumekit.replay.result import LOSS_FIELD, CheckpointResult, RankResult
 from resumekit.state import Slot
 from resumekit.storage import StepReader, Store

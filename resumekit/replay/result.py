@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from resumekit.journal import Difference, Record
+from resumekit.record.comparison import Difference
+from resumekit.record.journal import Record
 
 LOSS_FIELD = "loss"
 _MAX_NAMED = 10

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from resumekit.errors import ConfigurationError, ReplayError
-from resumekit.journal import DIRECTORY, Attempt, find_attempts
 from resumekit.launcher.processes import Launch, handled_signals
+from resumekit.record.journal import DIRECTORY, Attempt, find_attempts
 from resumekit.replay.comparing import compare_rank, compare_saved
 from resumekit.replay.file_listing import changed_files, list_files
 from resumekit.replay.isolation import Isolation, offline_environment, outermost, remove_layer

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from resumekit.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
-from resumekit.journal import DIRECTORY, STEP, Attempt, find_attempts
+from resumekit.record.journal import DIRECTORY, STEP, Attempt, find_attempts
 from resumekit.storage import StepName, StepReader, Store
 
 

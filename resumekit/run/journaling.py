@@ -12,43 +12,44 @@ import torch
 from resumekit.data import Feed
 from resumekit.distributed import DataRanks, World
 from resumekit.errors import DivergenceError
-from resumekit.journal import (
+from resumekit.log import logger
+from resumekit.record.comparison import (
+    Comparison,
+    Difference,
+    EarlierUse,
+    Used,
+    compared,
+    earlier_use,
+    lineage,
+    sum_over_ranks,
+    worst,
+)
+from resumekit.record.conditions import Header, code_digests, environment, settings_digest
+from resumekit.record.journal import (
     BEGIN,
     DIRECTORY,
     END,
     LOSS,
     SAVE,
-    Comparison,
-    Difference,
-    EarlierUse,
     Has,
-    Header,
     JournalFile,
-    LateCopies,
-    RandomStates,
     Record,
-    SampleIds,
     SaveCost,
-    Used,
-    WeightSamples,
-    code_digests,
-    compared,
-    earlier_use,
-    environment,
     find_attempts,
-    learning_rates_digest,
     limit_earlier,
-    lineage,
     name_of,
     number_of_attempt,
+    timed,
+)
+from resumekit.record.step_values import (
+    LateCopies,
+    RandomStates,
+    SampleIds,
+    WeightSamples,
+    learning_rates_digest,
     plain_loss,
     plain_rates,
-    settings_digest,
-    sum_over_ranks,
-    timed,
-    worst,
 )
-from resumekit.log import logger
 from resumekit.run.components import RunComponents
 from resumekit.run.options import Options
 from resumekit.run.resuming.compatibility import frameworks_in

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from resumekit.journal import float32_precisions
+from resumekit.record.conditions import float32_precisions
 from resumekit.state import CaptureLine, Fidelity
 
 _BACKENDS = (

@@ -13,8 +13,9 @@ import torch
 from resumekit.capture import differences, fingerprint, gradient_keys
 from resumekit.data import EpochUsage, Feed, epoch_usage, saved_batch_size
 from resumekit.distributed import DataRanks, World
-from resumekit.journal import RandomStates
 from resumekit.log import show_messages
+from resumekit.record.step_values import RandomStates
+from resumekit.record.trace import StateEvent, Trace, injected_components, relocated
 from resumekit.run.agreement import ComponentGroups, Replicas, agreed_data_ranks, described
 from resumekit.run.components import RunComponents
 from resumekit.run.discovery import Discovery
@@ -37,7 +38,6 @@ from resumekit.run.resuming.state_origins import StateOrigins
 from resumekit.run.saving import SaveInFlight, Saver
 from resumekit.state import ComponentState, Slot, StateComponent, Validation
 from resumekit.storage import Manifest, StepName, Store, holds_only_weights, lineage_of
-from resumekit.tracing import StateEvent, Trace, injected_components, relocated
 
 # What a run's components may be given as: a list, or, where the objects do not exist yet when the
 # run begins, a function that gives it.

@@ -24,8 +24,8 @@ from resumekit.html_report import (
     take_screenshot,
 )
 from resumekit.html_report.screenshot import ScreenshotError, browse
-from resumekit.journal import DIRECTORY, find_attempts
 from resumekit.prove import prove
+from resumekit.record.journal import DIRECTORY, find_attempts
 from resumekit.replay import CheckpointResult, ReplayResult
 from resumekit.replay.comparing import compare_rank
 from resumekit.storage import StepName, Store

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit.adapters.torch import Checkpointer
 from resumekit.errors import DivergenceError
-from resumekit.journal import (
+from resumekit.record.comparison import verdicts
+from resumekit.record.journal import (
     BEGIN,
     END,
     LOSS,
@@ -29,9 +30,8 @@ from resumekit.journal import (
     Has,
     SaveCost,
     find_attempts,
-    verdicts,
 )
-from resumekit.tracing import INJECT_VARIABLE
+from resumekit.record.trace import INJECT_VARIABLE
 
 NEWEST = "step-00000008"
 

@@ -8,22 +8,26 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from resumekit.journal.files import DIRECTORY, Attempt, find_attempts
-from resumekit.journal.records import (
+from resumekit.record.conditions import (
     CHANGED_BETWEEN,
     GPUS,
-    LOSS,
-    SAVE,
-    STEP,
-    WEIGHTS,
-    Has,
     Header,
-    Record,
     changes,
     divides_otherwise,
     loss_is_comparable,
     may_be_without_effect,
     same_device,
+)
+from resumekit.record.journal import (
+    DIRECTORY,
+    LOSS,
+    SAVE,
+    STEP,
+    WEIGHTS,
+    Attempt,
+    Has,
+    Record,
+    find_attempts,
 )
 
 Word = Literal["identical", "different", "not comparable", "nothing repeated"]
