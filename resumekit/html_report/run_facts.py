@@ -26,9 +26,9 @@ from resumekit.record.journal import (
     SAVED,
     STEP,
     Attempt,
+    Event,
     Has,
     Record,
-    SaveCost,
     find_attempts,
 )
 from resumekit.shared_files import shared_bytes
@@ -88,7 +88,7 @@ class AttemptFacts:
     began: float | None
     last_written: float
     has_closed: bool | None
-    costs: tuple[SaveCost, ...] = ()
+    costs: tuple[Event, ...] = ()
     num_lost_steps: int | None = None
     lost_seconds: float | None = None
     num_missing_files: int = 0
@@ -192,7 +192,7 @@ def _attempts(directory: Path, problems: list[str]) -> tuple[AttemptFacts, ...]:
         by_number.setdefault(each.header.number, []).append(each)
     first_ranks = [min(each, key=lambda file: file.header.rank) for each in by_number.values()]
     found: list[AttemptFacts] = []
-    costs: tuple[SaveCost, ...] = ()
+    costs: tuple[Event, ...] = ()
     for index, attempt in enumerate(first_ranks):
         later = first_ranks[index + 1].header if index + 1 < len(first_ranks) else None
         num_missing = attempt.header.world_size - len(by_number[attempt.header.number])
@@ -245,7 +245,8 @@ def _attempt(
             comparison.add(record)
         verdict = str(comparison.verdict)
         is_different = comparison.verdict.word == "different"
-    times = {each.kind: each.samples / 1e9 for each in records if each.kind in (BEGIN, END)}
+    events = attempt.events()
+    times = {each.kind: each.time for each in events}
     lost = None
     if later is not None:
         resumed = later.resumed_step or 0
@@ -262,13 +263,13 @@ def _attempt(
         began=times.get(BEGIN),
         last_written=attempt.path.stat().st_mtime,
         has_closed=END in times if BEGIN in times else None,
-        costs=tuple(SaveCost.of(each) for each in records if each.kind == SAVED),
+        costs=tuple(each for each in events if each.kind == SAVED),
         num_lost_steps=lost,
         num_missing_files=num_missing,
     )
 
 
-def _lost_seconds(stopped: AttemptFacts, later: Header, costs: Sequence[SaveCost]) -> float | None:
+def _lost_seconds(stopped: AttemptFacts, later: Header, costs: Sequence[Event]) -> float | None:
     """The time from the save that an attempt resumed from to the end of the one before."""
     if later.resumed_step is None:
         since = stopped.began

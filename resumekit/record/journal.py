@@ -14,6 +14,7 @@ import re
 import struct
 import time
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -30,12 +31,12 @@ RECORD_BYTES = 96
 STEP = 1  # an optimizer step
 SAVE = 2  # the random state at a safe point that saves; ``num_samples`` is the micro-step
 LOSS = 3  # the loss of an earlier step, which its device had not computed in time
-# For reports only, never compared: ``samples`` is the Unix time in nanoseconds.
-BEGIN = 4  # the attempt records its first step
-SAVED = 5  # training continues after a save; ``lr`` and ``loss`` are seconds, see ``SaveCost``
-END = 6  # the process has closed the run; a killed one has no such record
-# Compared again.
 WEIGHTS = 7  # after a step: ``ids`` is a digest of ``num_samples`` elements, see WeightSamples
+# Kinds of events.
+BEGIN = 4  # the attempt records its first step
+SAVED = 5  # training continues after a save
+END = 6  # the process has closed the run; a killed one has no such event
+EVENTS = (BEGIN, SAVED, END)
 
 
 class Has(IntEnum):
@@ -50,7 +51,7 @@ class Has(IntEnum):
 
 
 class Record(NamedTuple):
-    """One record.
+    """What is compared of a step.
 
     Args:
         step: the optimizer step, counted from 1 over all attempts.
@@ -68,7 +69,7 @@ class Record(NamedTuple):
         epoch: counted from 0.
         num_samples: the samples of this step on this rank.
         has: which fields hold a value.
-        kind: ``STEP``, ``SAVE``, ``LOSS``, ``BEGIN``, ``SAVED``, ``END`` or ``WEIGHTS``.
+        kind: ``STEP``, ``SAVE``, ``LOSS`` or ``WEIGHTS``.
     """
 
     step: int
@@ -92,36 +93,38 @@ class Record(NamedTuple):
         return body + _CHECKSUM.pack(zlib.crc32(body))
 
 
-def timed(kind: int, step: int, *, lr: float = 0.0, loss: float = 0.0) -> Record:
-    """A record of the present time."""
-    return Record(step, samples=time.time_ns(), lr=lr, loss=loss, kind=kind)
-
-
-@dataclass(frozen=True)
-class SaveCost:
-    """What a save cost on one rank.
+class Event(NamedTuple):
+    """When an attempt began, saved or ended; for reports only, never compared.
 
     Args:
-        step: that was saved.
-        time: when training continued, in Unix seconds.
-        blocked_seconds: how long training stood still.
+        kind: ``BEGIN``, ``SAVED`` or ``END``.
+        step: the optimizer step.
+        time_ns: the Unix time; of a save, when training continued.
+        blocked_seconds: how long training stood still for the save.
         background_seconds: how long the last background save before was written while training ran.
     """
 
+    kind: int
     step: int
-    time: float
-    blocked_seconds: float
-    background_seconds: float
+    time_ns: int
+    blocked_seconds: float = 0.0
+    background_seconds: float = 0.0
 
     @classmethod
-    def of(cls, record: Record) -> SaveCost:
-        """The cost in a record of the kind ``SAVED``."""
-        return cls(record.step, record.samples / 1e9, record.lr, record.loss)
+    def now(cls, kind: int, step: int, **seconds: float) -> Event:
+        """The event at the present time."""
+        return cls(kind, step, time.time_ns(), **seconds)
 
-    @classmethod
-    def record(cls, step: int, *, blocked_seconds: float, background_seconds: float) -> Record:
-        """The record of a save that has just returned."""
-        return timed(SAVED, step, lr=blocked_seconds, loss=background_seconds)
+    @property
+    def time(self) -> float:
+        """The Unix time in seconds."""
+        return self.time_ns / 1e9
+
+    def to_bytes(self) -> bytes:
+        """The event in the bytes of a record."""
+        kind, step, time_ns, *seconds = self
+        body = _BODY.pack(step, time_ns, 0, 0, 0, 0, 0, 0, *seconds, 0, 0, 0, kind)
+        return body + _CHECKSUM.pack(zlib.crc32(body))
 
 
 _BODY = struct.Struct("<8Q2d2I2H")
@@ -142,15 +145,13 @@ def as_array(data: bytes) -> NDArray[Any]:
     return np.frombuffer(data, dtype=_DTYPE, count=whole)
 
 
-def valid_records(rows: NDArray[Any]) -> list[Record]:
-    """The records whose checksum is right, in their order."""
-    found = []
+def valid_bodies(rows: NDArray[Any]) -> Iterator[tuple[Any, ...]]:
+    """The fields of the records whose checksum is right, in their order."""
     for row in rows:
         data = row.tobytes()
         body, checksum = data[:_BODY_BYTES], data[_BODY_BYTES:]
         if _CHECKSUM.unpack(checksum)[0] == zlib.crc32(body):
-            found.append(Record(*_BODY.unpack(body)))
-    return found
+            yield _BODY.unpack(body)
 
 
 # ---------------------------------------------------------------- files
@@ -240,7 +241,18 @@ class Attempt:
             OSError: the file cannot be read.
         """
         _, rows = _divided(self.path)
-        return valid_records(rows[rows["step"] > after])
+        is_record = (rows["step"] > after) & ~np.isin(rows["kind"], EVENTS)
+        return [Record(*fields) for fields in valid_bodies(rows[is_record])]
+
+    def events(self) -> list[Event]:
+        """The valid events, in the order in which they were written.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        _, rows = _divided(self.path)
+        bodies = valid_bodies(rows[np.isin(rows["kind"], EVENTS)])
+        return [Event(each[-1], *each[:2], *each[8:10]) for each in bodies]
 
 
 def name_of(number: int, attempt: str, rank: int) -> str:

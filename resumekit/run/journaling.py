@@ -31,15 +31,15 @@ from resumekit.record.journal import (
     END,
     LOSS,
     SAVE,
+    SAVED,
+    Event,
     Has,
     JournalFile,
     Record,
-    SaveCost,
     find_attempts,
     limit_earlier,
     name_of,
     number_of_attempt,
-    timed,
 )
 from resumekit.record.step_values import (
     LateCopies,
@@ -140,7 +140,7 @@ class RunJournal:
             limit_earlier(self._directory, header.rank)
             path = self._directory / name_of(number, header.attempt, header.rank)
             self._file = JournalFile(path, header)
-            self._file.append(timed(BEGIN, step).to_bytes())
+            self._file.append(Event.now(BEGIN, step).to_bytes())
         except OSError as error:
             self._switch_off(error)
 
@@ -278,18 +278,17 @@ class RunJournal:
 
     def note_save(self, step: int, *, blocked_seconds: float, background_seconds: float) -> None:
         """Records what the save at a step has cost this rank."""
-        if self._file is not None:
-            cost = SaveCost.record(
-                step, blocked_seconds=blocked_seconds, background_seconds=background_seconds
-            )
-            self._write([cost])
+        self._write_event(
+            SAVED, step, blocked_seconds=blocked_seconds, background_seconds=background_seconds
+        )
 
     def close(self) -> None:
         """Records what devices have still to deliver, logs the verdict, and closes the file."""
         if self._file is not None:
             for each in self._late:
                 each.wait()
-            self._write([*self._late_records(), timed(END, self._last_step)], may_raise=False)
+            self._write(self._late_records(), may_raise=False)
+            self._write_event(END, self._last_step)
             self._log_verdict()
         self._end()
 
@@ -312,6 +311,13 @@ class RunJournal:
         if self._comparison is not None and not self._is_decided:
             for record in records:
                 self._compare(self._comparison, record, may_raise=may_raise)
+
+    def _write_event(self, kind: int, step: int, **seconds: float) -> None:
+        if self._file is not None:
+            try:
+                self._file.append(Event.now(kind, step, **seconds).to_bytes())
+            except OSError as error:
+                self._switch_off(error)
 
     def _switch_off(self, error: OSError) -> None:
         logger.warning("the journal is off: repeated steps are no longer compared: %s", error)
