@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit.adapters.torch import Checkpointer
 from resumekit.errors import ConfigurationError, Preempted, SaveError
-from resumekit.prove.trace_records import durable_steps, read_trace
+from resumekit.record.moments import durable_steps, read_trace
 from resumekit.record.trace import TRACE_VARIABLE
 from resumekit.run.saving import RequestExchange, drain
 from resumekit.run.saving.snapshot import Snapshot

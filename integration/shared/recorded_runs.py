@@ -11,11 +11,16 @@ from types import TracebackType
 
 from faulty_resumes import SAVE_EVERY
 
-from resumekit.prove import CHECKPOINT, launch_directory, read_trace, records_of
 from resumekit.prove.causes import Finding, find_causes
 from resumekit.prove.differences import constant_components
 from resumekit.prove.recording import write_positions
-from resumekit.prove.recordings import of_trace
+from resumekit.record.moments import (
+    CHECKPOINT,
+    launch_directory,
+    of_trace,
+    read_trace,
+    records_of,
+)
 from resumekit.record.trace import INJECT_VARIABLE, TRACE_VARIABLE
 from resumekit.recorder import RecorderSettings
 from resumekit.testing.launchers import ForkServer

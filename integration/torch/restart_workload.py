@@ -9,7 +9,7 @@ from pathlib import Path
 from torch.distributed import barrier, destroy_process_group
 from workloads import train
 
-from resumekit.prove import launch_directory
+from resumekit.record.moments import launch_directory
 from resumekit.record.trace import KILL_VARIABLE, TRACE_VARIABLE
 
 if __name__ == "__main__":

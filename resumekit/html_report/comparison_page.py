@@ -17,7 +17,12 @@ from resumekit.html_report.finding_rows import causes_in_words, finding_rows
 from resumekit.html_report.rendering import Headline, render
 from resumekit.prove import LaunchSummary, Outcome, ProveResult, Trial
 from resumekit.prove.causes import Finding, find_first_causes
-from resumekit.prove.recordings import Recording, first_step, losses, read_recordings
+from resumekit.record.moments import (
+    Recording,
+    first_step,
+    losses,
+    read_recordings,
+)
 
 
 @dataclass(frozen=True)

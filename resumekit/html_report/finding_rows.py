@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from resumekit.prove import STEP
 from resumekit.prove.causes import Cause, Finding
+from resumekit.record.moments import STEP
 
 _DIGEST_LETTERS = 16  # the shortest digest in a trace
 

@@ -15,22 +15,21 @@ from pathlib import Path
 from resumekit.prove.differences import (
     Difference,
     constant_leaves,
+    described_differences,
     idle_generators,
-    state_differences,
-    step_differences,
     values_before_the_first_kill,
     with_own_values,
 )
 from resumekit.prove.result import RUN, WEIGHTS, Divergence, Resume, Verdict
-from resumekit.prove.trace_records import (
+from resumekit.record.moments import (
     CHECKPOINT,
     END,
     ORIGIN,
     RESUMED,
     STATE_KINDS,
     STEP,
-    Attempt,
-    Record,
+    Moment,
+    TracedProcess,
     durable_steps,
     read_trace,
     records_of,
@@ -77,9 +76,9 @@ def compare(
     divergences: list[Divergence] = []
     firsts: dict[str, Divergence] = {}
     own_values: dict[str, None] = {}
-    for rank, attempts in expected.items():
+    for rank, processes in expected.items():
         judged = found.get(rank, ())
-        truth = _Truth(attempts, judged, tolerance)
+        truth = _Truth(processes, judged, tolerance)
         own_values.update(dict.fromkeys(truth.own_values()))
         divergences += _execution_divergences(truth, rank, judged, firsts)
         divergences += _missing_parts(truth.run, rank, judged, last_launch)
@@ -106,9 +105,9 @@ def compare(
 class _LogicalRun:
     """The last execution of each step of one rank."""
 
-    steps: dict[StepKey, Record] = field(default_factory=dict)
-    checkpoints: dict[MicroStep, list[Record]] = field(default_factory=dict)
-    end: Record | None = None
+    steps: dict[StepKey, Moment] = field(default_factory=dict)
+    checkpoints: dict[MicroStep, list[Moment]] = field(default_factory=dict)
+    end: Moment | None = None
 
     def rewind(self, step: int) -> None:
         """Forgets what was done after a step: another execution begins there."""
@@ -116,20 +115,20 @@ class _LogicalRun:
         self.checkpoints = {at: record for at, record in self.checkpoints.items() if at[0] <= step}
         self.end = None
 
-    def add(self, record: Record, ordinal: int) -> None:
+    def add(self, record: Moment, ordinal: int) -> None:
         if record.kind == STEP:
             self.steps[record.step, ordinal] = record
         elif record.kind == CHECKPOINT:
-            self.checkpoints.setdefault(record.micro_step, []).append(record)
+            self.checkpoints.setdefault(record.key[1:], []).append(record)
         elif record.kind == END:
             self.end = record
 
 
-def _logical_run(attempts: Iterable[Attempt]) -> _LogicalRun:
+def _logical_run(processes: Iterable[TracedProcess]) -> _LogicalRun:
     run = _LogicalRun()
-    for attempt in attempts:
+    for process in processes:
         begun = False
-        for record, ordinal in _with_ordinals(attempt):
+        for record, ordinal in _with_ordinals(process):
             if record.kind == RESUMED:
                 run.rewind(record.step)
                 begun = True
@@ -140,10 +139,10 @@ def _logical_run(attempts: Iterable[Attempt]) -> _LogicalRun:
     return run
 
 
-def _with_ordinals(attempt: Attempt) -> Iterator[tuple[Record, int]]:
+def _with_ordinals(process: TracedProcess) -> Iterator[tuple[Moment, int]]:
     """The records of one process; a step record with its ordinal among those of its step."""
     counts: Counter[int] = Counter()
-    for record in attempt.records:
+    for record in process.records:
         if record.kind == RESUMED:
             counts.clear()
         yield record, counts[record.step]
@@ -155,8 +154,8 @@ class _Truth:
 
     def __init__(
         self,
-        reference: tuple[Attempt, ...],
-        candidate: tuple[Attempt, ...],
+        reference: tuple[TracedProcess, ...],
+        candidate: tuple[TracedProcess, ...],
         tolerance: float | None,
     ) -> None:
         self._tolerance = tolerance
@@ -165,15 +164,15 @@ class _Truth:
         constant = constant_leaves(reference)
         own_values = values_before_the_first_kill(candidate).items()
         self._own_values = {leaf: value for leaf, value in own_values if leaf in constant}
-        self._own_checkpoints: dict[MicroStep, Record] = {}
+        self._own_checkpoints: dict[MicroStep, Moment] = {}
 
-    def differences(self, record: Record, ordinal: int) -> list[Difference]:
+    def differences(self, record: Moment, ordinal: int) -> list[Difference]:
         """What is wrong with one record."""
         if record.kind == STEP:
             expected = self.run.steps.get((record.step, ordinal))
             if expected is None:
-                return [Difference(RUN, "", "trained", "no such step")]
-            return step_differences(
+                return [(RUN, "", "trained", "no such step")]
+            return described_differences(
                 record,
                 expected,
                 idle_generators=self._idle_generators,
@@ -183,26 +182,24 @@ class _Truth:
             end = self.run.end
             if end is None or end.step != record.step:
                 there = "no end" if end is None else f"the end at step {end.step}"
-                return [Difference(RUN, "end", f"the end at step {record.step}", there)]
+                return [(RUN, "end", f"the end at step {record.step}", there)]
             return self._state_differences(record, end)
         if record.kind == ORIGIN and record.fields["by"] in _WEIGHTS_OF_NO_STEP:
             component, leaf = _WEIGHTS_OF_NO_STEP[record.fields["by"]]
-            return [
-                Difference(component, leaf, "weights of no step of this run", "those of a step")
-            ]
+            return [(component, leaf, "weights of no step of this run", "those of a step")]
         if record.kind not in STATE_KINDS or self._tolerance is not None:
             return []
         # Where the end of an epoch could not be foreseen, one micro-step has two checkpoints: the
         # one that was due, and the one that records the end.
-        all_expected = self.run.checkpoints.get(record.micro_step)
+        all_expected = self.run.checkpoints.get(record.key[1:])
         if all_expected:
             return min((self._state_differences(record, each) for each in all_expected), key=len)
         # A save by time may fall on another step in the reference run. What was resumed is then
         # compared with what this run itself had saved.
-        saved = self._own_checkpoints.get(record.micro_step)
+        saved = self._own_checkpoints.get(record.key[1:])
         if saved is None or record.kind == CHECKPOINT:
             return []
-        return state_differences(record, saved)
+        return described_differences(record, saved)
 
     def own_values(self) -> list[str]:
         """The names of the values that the judged run is compared with itself for."""
@@ -214,19 +211,19 @@ class _Truth:
             if leaves.get(key, {}).get(leaf) != value
         ]
 
-    def learn(self, attempt: Attempt) -> None:
+    def learn(self, process: TracedProcess) -> None:
         """Remembers what a launch saved, for those that follow it."""
-        saved = records_of([attempt], CHECKPOINT)
-        self._own_checkpoints.update({record.micro_step: record for record in saved})
+        saved = records_of([process], CHECKPOINT)
+        self._own_checkpoints.update({record.key[1:]: record for record in saved})
 
-    def _state_differences(self, record: Record, expected: Record) -> list[Difference]:
+    def _state_differences(self, record: Moment, expected: Moment) -> list[Difference]:
         if self._tolerance is not None:
             return []
-        return state_differences(record, with_own_values(expected, self._own_values))
+        return described_differences(record, with_own_values(expected, self._own_values))
 
 
 def _execution_divergences(
-    truth: _Truth, rank: int, attempts: Iterable[Attempt], firsts: dict[str, Divergence]
+    truth: _Truth, rank: int, processes: Iterable[TracedProcess], firsts: dict[str, Divergence]
 ) -> Iterator[Divergence]:
     """The first divergence of every launch, in the order in which its records were written.
 
@@ -235,27 +232,27 @@ def _execution_divergences(
 
     Args:
         truth: what must have been recorded.
-        rank: whose attempts these are.
-        attempts: in the order of the launches.
+        rank: whose processes these are.
+        processes: in the order of the launches.
         firsts: receives the first divergence of each component.
     """
-    for attempt in attempts:
+    for process in processes:
         is_first = True
-        for record, ordinal in _with_ordinals(attempt):
+        for record, ordinal in _with_ordinals(process):
             differences = truth.differences(record, ordinal)
             for difference in differences:
-                one = _divergence(record, rank, attempt.launch, [difference])
-                firsts.setdefault(difference.component, one)
+                one = _divergence(record, rank, process.launch, [difference])
+                firsts.setdefault(one.component, one)
             if differences and is_first:
-                one = _divergence(record, rank, attempt.launch, differences)
-                yield _restart(one) if _has_first_weights(attempt) else one
+                one = _divergence(record, rank, process.launch, differences)
+                yield _restart(one) if _has_first_weights(process) else one
                 is_first = False
-        truth.learn(attempt)
+        truth.learn(process)
 
 
-def _has_first_weights(attempt: Attempt) -> bool:
+def _has_first_weights(process: TracedProcess) -> bool:
     """Whether a relaunch had the weights of step 1 when it trained its first step."""
-    return attempt.launch > 0 and steps_of([attempt], ORIGIN)[:1] == [1]
+    return process.launch > 0 and steps_of([process], ORIGIN)[:1] == [1]
 
 
 def _restart(divergence: Divergence) -> Divergence:
@@ -265,37 +262,37 @@ def _restart(divergence: Divergence) -> Divergence:
 
 
 def _missing_parts(
-    truth: _LogicalRun, rank: int, attempts: tuple[Attempt, ...], last_launch: int | None
+    truth: _LogicalRun, rank: int, processes: tuple[TracedProcess, ...], last_launch: int | None
 ) -> Iterator[Divergence]:
     """What the reference did and the logical run of the candidate did not."""
-    logical = _logical_run(attempts)
+    logical = _logical_run(processes)
     launch = last_launch
     if launch is None:
-        launch = max((attempt.launch for attempt in attempts), default=1)
+        launch = max((process.launch for process in processes), default=1)
     for step, _ in sorted(truth.steps.keys() - logical.steps.keys())[:1]:
         yield Divergence(step, rank, RUN, "", "never trained", "trained", STEP, launch)
     if truth.end is not None and logical.end is None:
         yield Divergence(truth.end.step, rank, RUN, "end", "never reached", "reached", END, launch)
     saved: list[int] = []
-    for attempt in attempts:
-        trained = steps_of([attempt], STEP)
-        if saved and trained and not steps_of([attempt], RESUMED):
+    for process in processes:
+        trained = steps_of([process], STEP)
+        if saved and trained and not steps_of([process], RESUMED):
             found = f"a fresh start at step {trained[0]}"
             expected = f"a resume from the checkpoint of step {max(saved)}"
-            yield Divergence(trained[0], rank, RUN, "", found, expected, STEP, attempt.launch)
-        saved += durable_steps([attempt])
+            yield Divergence(trained[0], rank, RUN, "", found, expected, STEP, process.launch)
+        saved += durable_steps([process])
 
 
-def _resumes(attempts: tuple[Attempt, ...]) -> tuple[Resume, ...]:
+def _resumes(processes: tuple[TracedProcess, ...]) -> tuple[Resume, ...]:
     resumes: list[Resume] = []
     newest = first = None
-    for attempt in attempts:
-        steps = steps_of([attempt], STEP)
-        at = next(iter(steps_of([attempt], RESUMED)), None)
+    for process in processes:
+        steps = steps_of([process], STEP)
+        at = next(iter(steps_of([process], RESUMED)), None)
         if at is None and first is not None and steps and steps[0] > first:
             at = steps[0] - 1  # resumed by the script itself: it continued after the first step
         if at is not None and newest is not None:
-            resumes.append(Resume(attempt.launch, at, max(newest - at, 0)))
+            resumes.append(Resume(process.launch, at, max(newest - at, 0)))
         if steps:
             first = steps[0] if first is None else min(first, steps[0])
             newest = max([*steps, newest or 0])
@@ -303,41 +300,32 @@ def _resumes(attempts: tuple[Attempt, ...]) -> tuple[Resume, ...]:
 
 
 def _divergence(
-    record: Record, rank: int, launch: int, differences: list[Difference]
+    record: Moment, rank: int, launch: int, differences: list[Difference]
 ) -> Divergence:
+    others = dict.fromkeys(component for component, *_ in differences)
     first = differences[0]
-    others = dict.fromkeys(one.component for one in differences if one.component != first.component)
-    return Divergence(
-        step=record.step,
-        rank=rank,
-        component=first.component,
-        leaf=first.leaf,
-        found=first.found,
-        expected=first.expected,
-        event=record.kind,
-        launch=launch,
-        others=tuple(others),
-    )
+    del others[first[0]]
+    return Divergence(record.step, rank, *first, record.kind, launch, tuple(others))
 
 
-def _notes(ranks: Mapping[int, tuple[Attempt, ...]]) -> Iterator[str]:
+def _notes(ranks: Mapping[int, tuple[TracedProcess, ...]]) -> Iterator[str]:
     """What a reader must know of how the launches were aligned."""
-    for attempt in (attempt for attempts in ranks.values() for attempt in attempts):
-        for record in records_of([attempt], ORIGIN):
-            how, where = record.fields["by"], f"launch {attempt.launch}, rank {attempt.rank}"
+    for process in (process for processes in ranks.values() for process in processes):
+        for record in records_of([process], ORIGIN):
+            how, where = record.fields["by"], f"launch {process.launch}, rank {process.rank}"
             if how == "ambiguous":
                 yield f"{where}: its weights are of several steps; compared from step {record.step}"
             elif how == "counter":
                 yield f"{where}: compared from step {record.step}, by the optimizer's step counter"
 
 
-def _never_resumed(rank: int, attempts: tuple[Attempt, ...]) -> Divergence:
-    step = min(steps_of(attempts, STEP), default=0)
-    if steps_of(attempts, ORIGIN):
+def _never_resumed(rank: int, processes: tuple[TracedProcess, ...]) -> Divergence:
+    step = min(steps_of(processes, STEP), default=0)
+    if steps_of(processes, ORIGIN):
         found = "weights of step 1"
-        return Divergence(step, rank, RUN, WEIGHTS, found, "a resume", ORIGIN, attempts[-1].launch)
-    found = f"{len(attempts)} launches, each from the first step"
-    launch = max([1, *(attempt.launch for attempt in attempts)])
+        return Divergence(step, rank, RUN, WEIGHTS, found, "a resume", ORIGIN, processes[-1].launch)
+    found = f"{len(processes)} launches, each from the first step"
+    launch = max([1, *(process.launch for process in processes)])
     return Divergence(step, rank, RUN, "", found, "a resume", RESUMED, launch)
 
 

@@ -17,12 +17,8 @@ from resumekit.prove.kills import Kill, KillInstant
 from resumekit.prove.recording import recorded_environment, write_positions
 from resumekit.prove.result import LaunchSummary
 from resumekit.prove.stock_checkpoints import LATEST_PLACEHOLDER, stock_checkpoints, with_latest
-from resumekit.prove.trace_records import (
-    STEP,
-    TraceTail,
-    launch_directory,
-)
 from resumekit.prove.workspaces import copy_workspace
+from resumekit.record.moments import STEP, TraceTail, launch_directory
 from resumekit.record.trace import (
     INJECT_VARIABLE,
     KILL_VARIABLE,

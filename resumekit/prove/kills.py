@@ -8,7 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from resumekit.errors import ConfigurationError, KillPointNotReachedError, ProveError
-from resumekit.prove.trace_records import CHECKPOINT, Attempt, records_of, steps_of
+from resumekit.record.moments import (
+    CHECKPOINT,
+    TracedProcess,
+    records_of,
+    steps_of,
+)
 from resumekit.record.trace import KillPoint
 
 
@@ -92,7 +97,7 @@ def chosen_points(
 
 def require_reached(
     points: Sequence[KillPoint],
-    reference: Mapping[int, Sequence[Attempt]],
+    reference: Mapping[int, Sequence[TracedProcess]],
     command: str,
     *,
     saves: Iterable[int] = (),
@@ -132,7 +137,7 @@ def require_reached(
         )
 
 
-def first_saved(attempts: Sequence[Attempt]) -> int | None:
+def first_saved(attempts: Sequence[TracedProcess]) -> int | None:
     """The step of the first checkpoint; None if the trace contains none."""
     return min(steps_of(attempts, CHECKPOINT), default=None)
 

@@ -6,9 +6,8 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from resumekit.errors import TraceError
 from resumekit.launcher import Activation, prepared_environment
-from resumekit.prove.trace_records import FAILED, STEP, Attempt, read_trace, records_of
+from resumekit.record.moments import FAILED, STEP, find_trace, records_of
 from resumekit.recorder import RecorderSettings
 
 
@@ -40,7 +39,7 @@ def write_positions(directory: Path, traces: Iterable[Path]) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     rows: dict[int, list[list[object]]] = {}
     for trace in traces:
-        for rank, attempts in read_records(trace).items():
+        for rank, attempts in find_trace(trace).items():
             for record in records_of(attempts, STEP):
                 fields = record.fields
                 row = [record.step, fields["weights"], fields["counter"], fields["lr"]]
@@ -50,15 +49,7 @@ def write_positions(directory: Path, traces: Iterable[Path]) -> Path:
     return directory
 
 
-def read_records(directory: Path) -> dict[int, tuple[Attempt, ...]]:
-    """What the recorder wrote, by rank; empty when no process trained."""
-    try:
-        return read_trace(directory)
-    except TraceError:
-        return {}
-
-
 def failure_of_recorder(directory: Path) -> str:
     """Why the recorder stopped; empty when it did not."""
-    attempts = (attempt for each in read_records(directory).values() for attempt in each)
+    attempts = (attempt for each in find_trace(directory).values() for attempt in each)
     return next((record.fields["text"] for record in records_of(attempts, FAILED)), "")

@@ -18,10 +18,9 @@ from resumekit.prove.comparison import compare
 from resumekit.prove.differences import Leaf, constant_components, last_digests
 from resumekit.prove.execution import FinishedRun, Plan, execute, execute_uninterrupted
 from resumekit.prove.kills import Kill
-from resumekit.prove.recording import failure_of_recorder, read_records
-from resumekit.prove.recordings import read_recordings
+from resumekit.prove.recording import failure_of_recorder
 from resumekit.prove.result import Outcome, Trial, Verdict
-from resumekit.prove.trace_records import Attempt, read_trace
+from resumekit.record.moments import TracedProcess, find_trace, read_recordings, read_trace
 from resumekit.record.trace import KillPoint
 
 # A relaunch did something else than the uninterrupted run.
@@ -101,7 +100,7 @@ class Judge:
             raise CommandFailedError(command, found=found)
         require_attached(run.attached, command, self.plan.on_event)
         killed = [launch.number for launch in run.launches if launch.was_killed]
-        attempts = [each for rank in read_records(run.trace).values() for each in rank]
+        attempts = [each for rank in find_trace(run.trace).values() for each in rank]
         if killed:
             require_save([each for each in attempts if each.launch in killed], command)
 
@@ -110,7 +109,7 @@ class Judge:
         if not self.plan.follows_records:
             return verdict  # the uninterrupted run has the callback, too
         notes = verdict.notes
-        if read_records(self.reference.trace):
+        if find_trace(self.reference.trace):
             notes = (*notes, "what the script records by resumekit.trace() is not compared")
         verdict = replace(verdict, with_resumekit=True, notes=notes)
         if verdict.is_reproducible:
@@ -214,7 +213,7 @@ def _outcome(component: str | None, verdict: Verdict | None, failure: str) -> Ou
     return Outcome.EXACT if verdict.tolerance is None else Outcome.WITHIN_TOLERANCE
 
 
-def forgiven(trials: Sequence[Trial], attempts: Sequence[Attempt]) -> tuple[Trial, ...]:
+def forgiven(trials: Sequence[Trial], attempts: Sequence[TracedProcess]) -> tuple[Trial, ...]:
     """The trials; those not noticed that left out a component which never changes have no effect.
 
     Leaving out what is still as it was at the start of the run makes no difference to be found.

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from resumekit.errors import CommandFailedError, CommandTimeoutError
 from resumekit.launcher.processes import tail_of
-from resumekit.prove import Verdict, compare, launch_directory
+from resumekit.prove import Verdict, compare
+from resumekit.record.moments import launch_directory
 from resumekit.record.trace import (
     INJECT_VARIABLE,
     KILL_VARIABLE,

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from resumekit.errors import ConfigurationError
-from resumekit.prove.trace_records import read_trace
+from resumekit.record.moments import read_trace
 from resumekit.record.trace import KILL_VARIABLE, TRACE_VARIABLE, Trace, rng_digests, trace
 
 
