@@ -20,7 +20,7 @@ import torch
 from official_scripts import MODULE
 
 from resumekit.launcher.processes import Launch, kill_processes
-from resumekit.record.comparison import Verdict
+from resumekit.record.comparison import StepsVerdict
 from resumekit.record.trace import INJECT_VARIABLE
 from resumekit.testing.launchers import ForkServer, distributed_environment, free_port
 from resumekit.testing.task import Task, load_function, target_of
@@ -90,7 +90,7 @@ class Execution:
     records: tuple[Records, ...]
     outputs: tuple[str, ...]
     statuses: tuple[int, ...]
-    verdict: Verdict | None
+    verdict: StepsVerdict | None
 
     @property
     def messages(self) -> list[str]:

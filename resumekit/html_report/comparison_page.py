@@ -68,7 +68,7 @@ class ComparedRun:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ComparisonContent:
     """Everything on the page.
 
     Args:
@@ -86,7 +86,7 @@ class Comparison:
     runs: tuple[ComparedRun, ...]
 
 
-def comparison_page(comparison: Comparison) -> str:
+def comparison_page(comparison: ComparisonContent) -> str:
     """The page as one HTML document."""
     return render(
         "comparison.html.j2",
@@ -99,7 +99,7 @@ def comparison_page(comparison: Comparison) -> str:
 # ---------------------------------------------------------------- of prove
 
 
-def of_prove(result: ProveResult, traces: Path) -> Comparison:
+def of_prove(result: ProveResult, traces: Path) -> ComparisonContent:
     """The comparison that ``prove`` made.
 
     Args:
@@ -122,7 +122,7 @@ def of_prove(result: ProveResult, traces: Path) -> Comparison:
         ("Uninterrupted run", f"{result.reference_seconds:.1f} s"),
     ]
     command = " ".join(result.command)
-    return Comparison(command, _headline(result, runs), tuple(facts), references[0], runs)
+    return ComparisonContent(command, _headline(result, runs), tuple(facts), references[0], runs)
 
 
 def _compared(

@@ -36,7 +36,7 @@ from resumekit.prove.kills import (
 )
 from resumekit.prove.recording import failure_of_recorder
 from resumekit.prove.result import ProveResult
-from resumekit.prove.trials import Judge, forgiven
+from resumekit.prove.trials import Trials, forgiven
 from resumekit.prove.workspaces import workspace_of
 from resumekit.record.moments import (
     CHECKPOINT,
@@ -147,8 +147,8 @@ def prove(
         chosen = _kills(plan, followed, points, num_kills, random.Random(seed))
         attempts = followed.get(0, ())
         steps, constant = _steps(attempts), constant_leaves(attempts)
-        judge = Judge(plan, directory, constant, chosen, last_step=steps[-1])
-        trials = tuple(map(judge.trial, _injected_components(inject, attempts)))
+        all_trials = Trials(plan, directory, constant, chosen, last_step=steps[-1])
+        trials = tuple(map(all_trials.run, _injected_components(inject, attempts)))
         result = ProveResult(
             command=plan.command,
             world=world,
@@ -156,7 +156,7 @@ def prove(
             seed=seed,
             num_kills_asked=len(chosen),
             num_steps=len(steps),
-            reference_seconds=judge.reference.seconds,
+            reference_seconds=all_trials.reference.seconds,
             reference_digests=last_digests(attempts, excluded=constant),
             trials=forgiven(trials, attempts) if inject == EVERY_COMPONENT else trials,
             is_recorded=plan.follows_records,

@@ -28,8 +28,8 @@ _EXPLAINED = (Outcome.DIVERGED, Outcome.RESTARTED, Outcome.CAUGHT, Outcome.MISNA
 
 
 @dataclass(frozen=True)
-class Judge:
-    """Runs trials against one uninterrupted run.
+class Trials:
+    """Trials against one uninterrupted run.
 
     Args:
         plan: what to launch.
@@ -51,7 +51,7 @@ class Judge:
         assert self.plan.reference is not None
         return self.plan.reference
 
-    def trial(self, component: str | None) -> Trial:
+    def run(self, component: str | None) -> Trial:
         """One killed run, with or without a component left out, and its verdict."""
         what = "killed" if component is None else f"without-{component.replace('/', '-')}"
         self.plan.on_event(f"the run that is {what.replace('-', ' ')}")

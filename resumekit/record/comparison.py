@@ -69,7 +69,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepsVerdict:
     """What the comparison of the repeated steps of an attempt came to.
 
     Args:
@@ -246,12 +246,12 @@ class Comparison:
                 yield WEIGHT_SAMPLES, _short(then.ids), _short(now.ids)
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> StepsVerdict:
         """The verdict on the steps that were compared so far."""
         if self.difference is not None:
-            return Verdict("different", self._num_steps, str(self.difference))
+            return StepsVerdict("different", self._num_steps, str(self.difference))
         if not self._num_steps:
-            return Verdict("nothing repeated")
+            return StepsVerdict("nothing repeated")
         loss = ""
         if self._loss_obstacle:
             what = (
@@ -261,10 +261,10 @@ class Comparison:
         model = self._now.fed_by
         fed = f"a stream uses {model}, which training changes" if model else ""
         if self._obstacle or fed:
-            return Verdict("not comparable", self._num_steps, self._obstacle or fed, loss)
+            return StepsVerdict("not comparable", self._num_steps, self._obstacle or fed, loss)
         missing = [each for each in (SAMPLE_IDS, WEIGHT_SAMPLES) if each not in self._compared]
         reason = f"{' and '.join(missing)} not compared" if missing else ""
-        return Verdict("identical", self._num_steps, reason, loss)
+        return StepsVerdict("identical", self._num_steps, reason, loss)
 
 
 def _changes(then: Header, now: Header) -> tuple[str, ...]:
@@ -323,7 +323,7 @@ class AttemptVerdict:
     """
 
     header: Header
-    verdict: Verdict
+    verdict: StepsVerdict
 
 
 def verdicts(directory: Path) -> Iterator[AttemptVerdict]:
