@@ -12,8 +12,8 @@ from types import TracebackType
 from faulty_resumes import SAVE_EVERY
 
 from resumekit.prove.causes import Finding, find_causes
-from resumekit.prove.differences import constant_components
-from resumekit.prove.recording import write_positions
+from resumekit.prove.comparison import constant_components
+from resumekit.prove.execution import write_positions
 from resumekit.record.moments import (
     CHECKPOINT,
     launch_directory,

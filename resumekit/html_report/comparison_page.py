@@ -13,8 +13,7 @@ from typing import Any
 
 from resumekit.errors import TraceError
 from resumekit.html_report.charts import Chart, Drawing, Line, Mark, drawn
-from resumekit.html_report.finding_rows import causes_in_words, finding_rows
-from resumekit.html_report.rendering import Headline, render
+from resumekit.html_report.rendering import Headline, causes_in_words, finding_rows, render
 from resumekit.prove import LaunchSummary, Outcome, ProveResult, Trial
 from resumekit.prove.causes import Finding, find_first_causes
 from resumekit.record.moments import (

@@ -25,8 +25,8 @@ from resumekit.prove.attaching import (
     require_trainer,
     steps_to_interrupt,
 )
-from resumekit.prove.differences import constant_leaves, last_digests
-from resumekit.prove.execution import FinishedRun, Plan, execute_uninterrupted
+from resumekit.prove.comparison import constant_leaves, last_digests
+from resumekit.prove.execution import FinishedRun, Plan, execute_uninterrupted, failure_of_recorder
 from resumekit.prove.kills import (
     Kill,
     chosen_points,
@@ -34,7 +34,6 @@ from resumekit.prove.kills import (
     kill_instants,
     require_reached,
 )
-from resumekit.prove.recording import failure_of_recorder
 from resumekit.prove.result import ProveResult
 from resumekit.prove.trials import Trials, forgiven
 from resumekit.prove.workspaces import workspace_of
@@ -147,8 +146,8 @@ def prove(
         chosen = _kills(plan, followed, points, num_kills, random.Random(seed))
         attempts = followed.get(0, ())
         steps, constant = _steps(attempts), constant_leaves(attempts)
-        all_trials = Trials(plan, directory, constant, chosen, last_step=steps[-1])
-        trials = tuple(map(all_trials.run, _injected_components(inject, attempts)))
+        runs = Trials(plan, directory, constant, chosen, last_step=steps[-1])
+        trials = tuple(map(runs.run, _injected_components(inject, attempts)))
         result = ProveResult(
             command=plan.command,
             world=world,
@@ -156,7 +155,7 @@ def prove(
             seed=seed,
             num_kills_asked=len(chosen),
             num_steps=len(steps),
-            reference_seconds=all_trials.reference.seconds,
+            reference_seconds=runs.reference.seconds,
             reference_digests=last_digests(attempts, excluded=constant),
             trials=forgiven(trials, attempts) if inject == EVERY_COMPONENT else trials,
             is_recorded=plan.follows_records,

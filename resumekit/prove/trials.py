@@ -14,11 +14,15 @@ from resumekit.errors import (
 )
 from resumekit.prove.attaching import require_attached, require_save
 from resumekit.prove.causes import Cause, find_first_causes
-from resumekit.prove.comparison import compare
-from resumekit.prove.differences import Leaf, constant_components, last_digests
-from resumekit.prove.execution import FinishedRun, Plan, execute, execute_uninterrupted
+from resumekit.prove.comparison import Leaf, compare, constant_components, last_digests
+from resumekit.prove.execution import (
+    FinishedRun,
+    Plan,
+    execute,
+    execute_uninterrupted,
+    failure_of_recorder,
+)
 from resumekit.prove.kills import Kill
-from resumekit.prove.recording import failure_of_recorder
 from resumekit.prove.result import Outcome, Trial, Verdict
 from resumekit.record.moments import TracedProcess, find_trace, read_recordings, read_trace
 from resumekit.record.trace import KillPoint

@@ -12,12 +12,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from resumekit.record.trace import Trace, rng_digests
-from resumekit.recorder.alignment import Origin, Position, align
-from resumekit.recorder.batches import BatchRecord
-from resumekit.recorder.digests import value_digest
-from resumekit.recorder.generators import rng_positions
-from resumekit.recorder.modules import Modules
-from resumekit.recorder.optimizers import (
+from resumekit.recorder.digests import BatchRecord, rng_positions, value_digest
+from resumekit.recorder.launches import Origin, Position, RecorderSettings, align
+from resumekit.recorder.states import (
+    Modules,
     learning_rates,
     parameter_digests,
     parameters_of,
@@ -25,7 +23,6 @@ from resumekit.recorder.optimizers import (
     settings_of,
     state_digests,
 )
-from resumekit.recorder.settings import RecorderSettings
 
 # The process that trains. What it starts belongs to its own work, not to the run.
 TRAINER_VARIABLE = "RESUMEKIT_RECORDED_PROCESS"

@@ -176,7 +176,7 @@ def test_an_accelerator_is_read_and_reported_once_it_is_in_use() -> None:
         ACCELERATOR,
         """
 from resumekit.capture import accelerator_in_use
-from resumekit.recorder.generators import rng_positions
+from resumekit.recorder.digests import rng_positions
 from resumekit.run.randomness import RandomState
 from resumekit.record.trace import rng_digests
 

@@ -27,7 +27,7 @@ from resumekit.html_report.screenshot import ScreenshotError, browse
 from resumekit.prove import prove
 from resumekit.record.journal import DIRECTORY, find_attempts
 from resumekit.replay import CheckpointResult, ReplayResult
-from resumekit.replay.comparing import compare_rank
+from resumekit.replay.result import compare_rank
 from resumekit.storage import StepName, Store
 
 Train = Callable[..., None]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from resumekit.prove.recording import failure_of_recorder, recorded_environment
+from resumekit.prove.execution import failure_of_recorder, recorded_environment
 from resumekit.record.moments import STEP, Moment, TracedProcess, find_trace, records_of
 from resumekit.recorder import RecorderSettings
 from resumekit.testing import DEFAULT_PRELOAD
