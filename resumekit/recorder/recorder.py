@@ -14,7 +14,7 @@ import torch
 from resumekit.record.trace import Trace, rng_digests
 from resumekit.recorder.digests import BatchRecord, rng_positions, value_digest
 from resumekit.recorder.launches import Origin, Position, RecorderSettings, align
-from resumekit.recorder.states import (
+from resumekit.recorder.models import (
     Modules,
     learning_rates,
     parameter_digests,
