@@ -28,6 +28,7 @@ from resumekit.record.journal import (
     Has,
     Record,
     find_attempts,
+    latest_steps,
 )
 
 Word = Literal["identical", "different", "not comparable", "nothing repeated"]
@@ -194,6 +195,12 @@ class Comparison:
             return self.difference
         return None
 
+    def add_all(self, records: Iterable[Record]) -> Comparison:
+        """This comparison, after all these records."""
+        for record in records:
+            self.add(record)
+        return self
+
     def _of_first_step(self, record: Record) -> Difference | None:
         """The step count is the checkpoint's, whatever else has changed since."""
         before = self._now.resumed_step
@@ -338,9 +345,7 @@ def verdicts(directory: Path) -> Iterator[AttemptVerdict]:
     seen: list[Attempt] = []
     for attempt in find_attempts(directory):
         if attempt.header.resumed_step is not None:
-            comparison = compared(attempt.header, seen)
-            for record in attempt.records():
-                comparison.add(record)
+            comparison = compared(attempt.header, seen).add_all(attempt.records())
             yield AttemptVerdict(attempt.header, comparison.verdict)
         seen.append(attempt)
 
@@ -451,15 +456,11 @@ def earlier_use(now: Header, earlier: Sequence[Attempt]) -> EarlierUse:
         if not changes(then, now):
             break
         first = [each for each in files if each.header.writes_share]
-        steps = [_steps(each, after=now.resumed_step or 0) for each in first]
+        after = now.resumed_step or 0
+        steps = [latest_steps(each.records(after=after)) for each in first]
         if len(files) == then.world_size and steps and all(steps):
             return EarlierUse(_added_up(steps), divides_otherwise(then, now))
     return EarlierUse()
-
-
-def _steps(attempt: Attempt, *, after: int) -> dict[int, Record]:
-    records = [each for each in attempt.records(after=after) if each.kind == STEP]
-    return {each.step: each for each in records}
 
 
 def _added_up(ranks: Sequence[dict[int, Record]]) -> dict[int, int]:

@@ -107,12 +107,12 @@ def changes(then: Header, now: Header) -> tuple[str, ...]:
     found = []
     if then.world_size != now.world_size:
         found.append(f"{WORLD_SIZE} {then.world_size} -> {now.world_size}")
-    if _differ(then.geometry, now.geometry):
+    if changed_values(then.geometry, now.geometry):
         found.append(GEOMETRY)
-    found += [f"{OPTION} {name}" for name in _differ(then.options, now.options)]
+    found += [f"{OPTION} {name}" for name, *_ in changed_values(then.options, now.options)]
     if now.excluded:
         found.append(f"{', '.join(now.excluded)} not restored")
-    code = _differ(then.code, now.code)
+    code = [name for name, *_ in changed_values(then.code, now.code)]
     found += [name if name == COMMAND else f"source of {name}" for name in code]
     return tuple(found)
 
@@ -130,10 +130,10 @@ def divides_otherwise(then: Header, now: Header) -> bool:
 
 def loss_is_comparable(then: Header, now: Header) -> str:
     """Why a difference in the loss alone proves nothing; empty if it does prove something."""
-    different = _differ(then.environment, now.environment)
+    different = changed_values(then.environment, now.environment)
     if different:
-        name = different[0]
-        return f"{name} {then.environment.get(name)} -> {now.environment.get(name)}"
+        name, before, after = different[0]
+        return f"{name} {before} -> {after}"
     is_cpu = str(now.environment.get("device")) == "cpu"
     if not (is_cpu or now.environment.get("deterministic")):
         return "this device repeats bits only with torch.use_deterministic_algorithms(True)"
@@ -149,13 +149,14 @@ def same_device(then: Header, now: Header) -> bool:
     return all(then.environment.get(name) == now.environment.get(name) for name in names)
 
 
-def _differ(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The names on both sides whose values differ.
+def changed_values(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """The names on both sides whose values differ, with both values.
 
     A name on one side only is no difference: loaders and source files that the former attempt had
     opened by its first step may come later in one that resumed elsewhere in the loop.
     """
-    return [name for name in then if name in now and then[name] != now[name]]
+    common = ((name, then[name], now[name]) for name in then if name in now)
+    return [each for each in common if each[1] != each[2]]
 
 
 # ---------------------------------------------------------------- conditions of an attempt

@@ -14,7 +14,7 @@ import re
 import struct
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -253,6 +253,18 @@ class Attempt:
         _, rows = _divided(self.path)
         bodies = valid_bodies(rows[np.isin(rows["kind"], EVENTS)])
         return [Event(each[-1], *each[:2], *each[8:10]) for each in bodies]
+
+
+def latest_steps(records: Iterable[Record]) -> dict[int, Record]:
+    """The latest record of each step, ascending, with its loss where that came in a later one."""
+    found: dict[int, Record] = {}
+    for record in records:
+        if record.kind == STEP:
+            found[record.step] = record
+        elif record.kind == LOSS and record.step in found:
+            step = found[record.step]
+            found[record.step] = step._replace(loss=record.loss, has=step.has | Has.LOSS)
+    return dict(sorted(found.items()))
 
 
 def name_of(number: int, attempt: str, rank: int) -> str:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from resumekit.errors import TraceError
-from resumekit.record.journal import LOSS, Has, Record
-from resumekit.record.journal import STEP as STEP_RECORD
+from resumekit.record.journal import Has, Record, latest_steps
 
 START, STEP, CHECKPOINT, RESUMED, END = "start", "step", "checkpoint", "resumed", "end"
 DURABLE = "durable"
@@ -362,25 +361,13 @@ def of_replay(
         replayed: by the replay.
         resumed_step: the step that the replay began from.
     """
-    then, now = _by_step(recorded), _by_step(replayed)
+    then, now = latest_steps(recorded), latest_steps(replayed)
     fields = {step: then[step].has & now[step].has for step in now if step in then}
     reference = {step: _moment(record, fields.get(step, _ALL)) for step, record in then.items()}
     repeated = [_moment(record, fields.get(step, _ALL)) for step, record in now.items()]
     before = reference.get(resumed_step, Moment(STEP, resumed_step))
     judged = {0: (before,), 1: (Moment(RESUMED, resumed_step), *repeated)}
     return Recording({0: tuple(reference.values())}), Recording(judged, was_ended=True)
-
-
-def _by_step(records: Iterable[Record]) -> dict[int, Record]:
-    """The latest record of each step, ascending; a loss may come in a record of its own."""
-    found: dict[int, Record] = {}
-    for record in records:
-        if record.kind == STEP_RECORD:
-            found[record.step] = record
-        elif record.kind == LOSS and record.step in found:
-            step = found[record.step]
-            found[record.step] = step._replace(loss=record.loss, has=step.has | Has.LOSS)
-    return dict(sorted(found.items()))
 
 
 def _moment(record: Record, fields: int) -> Moment:

@@ -10,7 +10,12 @@ from typing import Any
 from resumekit.diff import compare_checkpoints
 from resumekit.record.comparison import Difference, replayed
 from resumekit.record.conditions import Header, changes, loss_is_comparable
-from resumekit.record.journal import LOSS, STEP, Attempt, Has, Record
+from resumekit.record.journal import (
+    Attempt,
+    Has,
+    Record,
+    latest_steps,
+)
 from resumekit.state import Slot
 from resumekit.storage import StepReader, Store
 
@@ -201,15 +206,14 @@ def compare_rank(now: Attempt, recorded: Sequence[Attempt]) -> RankResult:
     Raises:
         OSError: a file cannot be read.
     """
-    comparison, records = replayed(now.header, recorded), now.records()
-    for record in records:
-        comparison.add(record)
+    records = now.records()
+    comparison = replayed(now.header, recorded).add_all(records)
     own_rank = [each for each in recorded if each.header.rank == now.header.rank]
-    then: dict[int, int] = {}
+    then: dict[int, Record] = {}
     for attempt in own_rank:
-        then.update(_fields(attempt.records(after=now.header.resumed_step or 0)))
-    mine = _fields(records)
-    both = [mine[step] & then[step] for step in mine if step in then]
+        then.update(latest_steps(attempt.records(after=now.header.resumed_step or 0)))
+    mine = latest_steps(records)
+    both = [mine[step].has & then[step].has for step in mine if step in then]
     verdict = comparison.verdict
     return RankResult(
         rank=now.header.rank,
@@ -225,15 +229,6 @@ def compare_rank(now: Attempt, recorded: Sequence[Attempt]) -> RankResult:
         changes=_changes(own_rank[-1].header, now.header) if own_rank else (),
         records=tuple(records),
     )
-
-
-def _fields(records: Sequence[Record]) -> dict[int, int]:
-    """Which fields have a value, by step; a loss may come in a record of its own."""
-    found: dict[int, int] = {}
-    for record in records:
-        if record.kind in (STEP, LOSS):
-            found[record.step] = found.get(record.step, 0) | record.has
-    return found
 
 
 def _changes(then: Header, now: Header) -> tuple[str, ...]:

@@ -17,7 +17,6 @@ from resumekit.html_report import (
     comparison_page,
     diff_page,
     find_browser,
-    of_prove,
     read_run,
     replay_page,
     run_page,
@@ -59,7 +58,7 @@ def comparison(tmp_path: Path) -> Path:
     """The page of a proof whose resume leaves one component out."""
     result = prove(JOB, at=("step:5",), inject="model", keep=tmp_path / "kept")
     file = tmp_path / "prove.html"
-    file.write_text(comparison_page(of_prove(result, tmp_path / "kept")), encoding="utf-8")
+    file.write_text(comparison_page(result, tmp_path / "kept"), encoding="utf-8")
     return file
 
 
