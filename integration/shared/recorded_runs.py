@@ -14,13 +14,7 @@ from faulty_resumes import SAVE_EVERY
 from resumekit.prove.causes import Finding, find_causes
 from resumekit.prove.comparison import constant_components
 from resumekit.prove.execution import write_positions
-from resumekit.record.moments import (
-    CHECKPOINT,
-    launch_directory,
-    of_trace,
-    read_trace,
-    records_of,
-)
+from resumekit.record.moments import CHECKPOINT, launch_directory, of_trace, read_trace, records_of
 from resumekit.record.trace import INJECT_VARIABLE, TRACE_VARIABLE
 from resumekit.recorder import RecorderSettings
 from resumekit.testing.launchers import ForkServer

@@ -16,13 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from resumekit.diff.result import ElementDifferences, TensorDifference
-from resumekit.serialization import (
-    Box,
-    ElementType,
-    StoredTensor,
-    element_type,
-    read_boxes,
-)
+from resumekit.serialization import Box, ElementType, StoredTensor, element_type, read_boxes
 
 _Array = NDArray[Any]
 

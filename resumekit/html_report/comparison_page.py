@@ -12,12 +12,7 @@ from resumekit.html_report.charts import Chart, Drawing, Line, Mark, drawn
 from resumekit.html_report.rendering import Headline, causes_in_words, finding_rows, render
 from resumekit.prove import Outcome, ProveResult, Trial
 from resumekit.prove.causes import Finding, find_first_causes
-from resumekit.record.moments import (
-    Recording,
-    first_step,
-    losses,
-    read_recordings,
-)
+from resumekit.record.moments import Recording, first_step, losses, read_recordings
 
 
 @dataclass(frozen=True)

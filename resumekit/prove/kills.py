@@ -8,12 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from resumekit.errors import ConfigurationError, KillPointNotReachedError, ProveError
-from resumekit.record.moments import (
-    CHECKPOINT,
-    TracedProcess,
-    records_of,
-    steps_of,
-)
+from resumekit.record.moments import CHECKPOINT, TracedProcess, records_of, steps_of
 from resumekit.record.trace import KillPoint
 
 

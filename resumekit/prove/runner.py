@@ -27,13 +27,7 @@ from resumekit.prove.attaching import (
 )
 from resumekit.prove.comparison import constant_leaves, last_digests
 from resumekit.prove.execution import FinishedRun, Plan, execute_uninterrupted, failure_of_recorder
-from resumekit.prove.kills import (
-    Kill,
-    chosen_points,
-    first_saved,
-    kill_instants,
-    require_reached,
-)
+from resumekit.prove.kills import Kill, chosen_points, first_saved, kill_instants, require_reached
 from resumekit.prove.result import ProveResult
 from resumekit.prove.trials import Trials, forgiven
 from resumekit.prove.workspaces import workspace_of

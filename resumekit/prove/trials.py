@@ -6,12 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from resumekit.errors import (
-    CommandFailedError,
-    KillPointNotReachedError,
-    ProveError,
-    TraceError,
-)
+from resumekit.errors import CommandFailedError, KillPointNotReachedError, ProveError, TraceError
 from resumekit.prove.attaching import require_attached, require_save
 from resumekit.prove.causes import Cause, find_first_causes
 from resumekit.prove.comparison import Leaf, compare, constant_components, last_digests

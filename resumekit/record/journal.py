@@ -111,9 +111,9 @@ class Event(NamedTuple):
     background_seconds: float = 0.0
 
     @classmethod
-    def now(cls, kind: int, step: int, **seconds: float) -> Event:
-        """The event at the present time."""
-        return cls(kind, step, time.time_ns(), **seconds)
+    def now(cls, kind: int, step: int, *seconds: float) -> Event:
+        """The event at the present time; of a save with both durations."""
+        return cls(kind, step, time.time_ns(), *seconds)
 
     @property
     def time(self) -> float:

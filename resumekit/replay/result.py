@@ -10,12 +10,7 @@ from typing import Any
 from resumekit.diff import compare_checkpoints
 from resumekit.record.comparison import Difference, replayed
 from resumekit.record.conditions import Header, changes, loss_is_comparable
-from resumekit.record.journal import (
-    Attempt,
-    Has,
-    Record,
-    latest_steps,
-)
+from resumekit.record.journal import Attempt, Has, Record, latest_steps
 from resumekit.state import Slot
 from resumekit.storage import StepReader, Store
 

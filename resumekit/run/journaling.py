@@ -278,9 +278,7 @@ class RunJournal:
 
     def note_save(self, step: int, *, blocked_seconds: float, background_seconds: float) -> None:
         """Records what the save at a step has cost this rank."""
-        self._write_event(
-            SAVED, step, blocked_seconds=blocked_seconds, background_seconds=background_seconds
-        )
+        self._write_event(SAVED, step, blocked_seconds, background_seconds)
 
     def close(self) -> None:
         """Records what devices have still to deliver, logs the verdict, and closes the file."""
@@ -312,10 +310,10 @@ class RunJournal:
             for record in records:
                 self._compare(self._comparison, record, may_raise=may_raise)
 
-    def _write_event(self, kind: int, step: int, **seconds: float) -> None:
+    def _write_event(self, kind: int, step: int, *seconds: float) -> None:
         if self._file is not None:
             try:
-                self._file.append(Event.now(kind, step, **seconds).to_bytes())
+                self._file.append(Event.now(kind, step, *seconds).to_bytes())
             except OSError as error:
                 self._switch_off(error)
 

@@ -7,14 +7,7 @@ from pathlib import Path
 
 from resumekit.record.comparison import AttemptVerdict, verdicts
 from resumekit.record.journal import DIRECTORY
-from resumekit.record.moments import (
-    CHECKPOINT,
-    END,
-    STEP,
-    read_trace,
-    records_of,
-    steps_of,
-)
+from resumekit.record.moments import CHECKPOINT, END, STEP, read_trace, records_of, steps_of
 from resumekit.storage import MANIFEST
 
 

@@ -20,16 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from resumekit.adapters.torch import Checkpointer
 from resumekit.errors import DivergenceError
 from resumekit.record.comparison import verdicts
-from resumekit.record.journal import (
-    BEGIN,
-    END,
-    LOSS,
-    SAVE,
-    SAVED,
-    STEP,
-    Has,
-    find_attempts,
-)
+from resumekit.record.journal import BEGIN, END, LOSS, SAVE, SAVED, STEP, Has, find_attempts
 from resumekit.record.trace import INJECT_VARIABLE
 
 NEWEST = "step-00000008"

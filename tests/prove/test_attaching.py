@@ -18,12 +18,7 @@ from resumekit.prove.attaching import (
     require_save,
     steps_to_interrupt,
 )
-from resumekit.record.moments import (
-    CHECKPOINT,
-    STEP,
-    Moment,
-    TracedProcess,
-)
+from resumekit.record.moments import CHECKPOINT, STEP, Moment, TracedProcess
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
