@@ -35,7 +35,7 @@ from same_training import TRAININGS, WIDTH, Model, Training, prepared
 from torch.utils.data import default_collate
 
 from resumekit.capture import UserState
-from resumekit.journal.records import RECORD_BYTES
+from resumekit.record.journal import RECORD_BYTES
 from resumekit.run import Run
 from resumekit.run.journaling import RunJournal
 from resumekit.run.report import Reporter

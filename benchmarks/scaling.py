@@ -58,7 +58,9 @@ from seek import (
 from torch import nn
 from workload import SavingRun, Training
 
-from resumekit.journal import Header, JournalFile, Record, compared, find_attempts, name_of
+from resumekit.record.comparison import compared
+from resumekit.record.conditions import Header
+from resumekit.record.journal import JournalFile, Record, find_attempts, name_of
 from resumekit.storage import Manifest, RetentionPolicy, StepName, Store
 
 SUPERLINEAR = 1.2

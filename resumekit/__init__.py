@@ -13,9 +13,9 @@ from resumekit.version import __version__
 if TYPE_CHECKING:
     from resumekit.checkpointer import BestCheckpoint, Checkpointer
     from resumekit.errors import ResumekitError
+    from resumekit.record.trace import trace
     from resumekit.run import Progress, ResumeReport
     from resumekit.state import Fidelity, SharingPattern, StateComponent, Stateful
-    from resumekit.tracing import trace
 
 __all__ = [
     "BestCheckpoint",
@@ -42,7 +42,7 @@ _HOMES = {
     "SharingPattern": "resumekit.state",
     "StateComponent": "resumekit.state",
     "Stateful": "resumekit.state",
-    "trace": "resumekit.tracing",
+    "trace": "resumekit.record.trace",
 }
 
 

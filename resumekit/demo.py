@@ -18,14 +18,12 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
-from resumekit.prove import (
+from resumekit.prove import ProveResult, print_result, prove
+from resumekit.record.moments import (
     STEP,
-    Attempt,
-    ProveResult,
-    Record,
+    Moment,
+    TracedProcess,
     TraceTail,
-    print_result,
-    prove,
     read_trace,
     records_of,
     steps_of,
@@ -121,7 +119,9 @@ def _follow(progress: Progress, bars: dict[Path, TaskID], done: threading.Event)
             return
 
 
-def _print_meeting(console: Console, reference: Attempt, before: Attempt, after: Attempt) -> None:
+def _print_meeting(
+    console: Console, reference: TracedProcess, before: TracedProcess, after: TracedProcess
+) -> None:
     """The last steps before a kill and the first after the resume, beside those never killed."""
     truth = {record.step: record for record in records_of([reference], STEP)}
     rows = [
@@ -138,7 +138,7 @@ def _print_meeting(console: Console, reference: Attempt, before: Attempt, after:
     console.print()
 
 
-def _cells(expected: Record | None, found: Record) -> tuple[str | Text, ...]:
+def _cells(expected: Moment | None, found: Moment) -> tuple[str | Text, ...]:
     then = {} if expected is None else expected.fields
     parts = ("values", "samples", "lr", "epoch", "batch")
     equal = all(then.get(part) == found.fields.get(part) for part in parts)
@@ -157,7 +157,9 @@ def _loss(fields: Mapping[str, Any]) -> str:
     return re.sub("0+p", "p", fields.get("values", {}).get("loss", "-"))
 
 
-def _print_time_lost(result: ProveResult, killed: Sequence[Attempt], console: Console) -> None:
+def _print_time_lost(
+    result: ProveResult, killed: Sequence[TracedProcess], console: Console
+) -> None:
     trial = result.trials[0]
     trained = steps_of(killed, STEP)
     console.print(

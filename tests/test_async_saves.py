@@ -22,12 +22,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit.adapters.torch import Checkpointer
 from resumekit.errors import ConfigurationError, Preempted, SaveError
-from resumekit.prove.trace_records import durable_steps, read_trace
+from resumekit.record.moments import durable_steps, read_trace
+from resumekit.record.trace import TRACE_VARIABLE
 from resumekit.run.saving import RequestExchange, drain
 from resumekit.run.saving.snapshot import Snapshot
 from resumekit.serialization import read_payload
 from resumekit.storage import LocalFileSystem, StepName, Store
-from resumekit.tracing import TRACE_VARIABLE
 
 pytestmark = pytest.mark.usefixtures("signal_handlers")
 

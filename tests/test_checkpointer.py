@@ -36,6 +36,7 @@ from resumekit.errors import (
     StateMismatchError,
     UnsupportedValueError,
 )
+from resumekit.record.trace import rng_digests
 from resumekit.state import (
     AfterResume,
     AfterRng,
@@ -47,7 +48,6 @@ from resumekit.state import (
     StateComponent,
 )
 from resumekit.storage import Store
-from resumekit.tracing import rng_digests
 
 NUM_BATCHES = 4
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from resumekit.demo import _cells, _command, _loss
-from resumekit.prove import STEP, Record
 from resumekit.prove.workspaces import workspace_of
+from resumekit.record.moments import STEP, Moment
 
 STEP_FIELDS: dict[str, Any] = {
     "values": {"loss": (2.5).hex()},
@@ -20,8 +20,8 @@ STEP_FIELDS: dict[str, Any] = {
 }
 
 
-def _record(**changes: Any) -> Record:
-    return Record(STEP, 5, 0, {**STEP_FIELDS, **changes})
+def _record(**changes: Any) -> Moment:
+    return Moment(STEP, 5, fields={**STEP_FIELDS, **changes})
 
 
 def test_equal_executions_are_called_equal() -> None:

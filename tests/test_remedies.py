@@ -221,7 +221,7 @@ _FREE = {"loss="}
 def public_names() -> frozenset[str]:
     """What users may write: ``name=`` for an argument, ``name()`` for a function."""
     names = set[str]()
-    for module in ("resumekit", "resumekit.testing", "resumekit.tracing", "resumekit.prove"):
+    for module in ("resumekit", "resumekit.testing", "resumekit.record.trace", "resumekit.prove"):
         for each in vars(importlib.import_module(module)).values():
             if callable(each) and getattr(each, "__module__", "").startswith("resumekit"):
                 names |= _names_of(each)

@@ -21,11 +21,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit.adapters.torch import Checkpointer
 from resumekit.errors import IncompleteLoadError, InexactError, StateMismatchError
+from resumekit.record.trace import rng_digests
 from resumekit.run import Run
 from resumekit.run.resuming import restore_again
 from resumekit.run.resuming.loading import Loading
 from resumekit.serialization import state_digest
-from resumekit.tracing import rng_digests
 
 NUM_BATCHES, NUM_EPOCHS = 8, 4
 # What a test records is an attribute of the training: live variables would restore it.

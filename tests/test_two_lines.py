@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from resumekit.adapters.torch import Checkpointer
 from resumekit.capture import OptimizerState
 from resumekit.errors import ConfigurationError, LoopError, StateMismatchError
-from resumekit.journal import STEP, find_attempts
+from resumekit.record.journal import STEP, find_attempts
 from resumekit.run.discovery import find_objects
 from resumekit.run.steps_taken import StepsTaken
 from resumekit.state import SharingPattern, Slot, StateComponent

@@ -26,8 +26,8 @@ from accelerate.state import AcceleratorState, DistributedType, GradientState, P
 from resumekit.adapters.accelerate import Checkpointer
 from resumekit.adapters.accelerate._private import accelerator_faults
 from resumekit.errors import ConfigurationError, InexactError, StateMismatchError
+from resumekit.record.trace import KILL_VARIABLE, TRACE_VARIABLE
 from resumekit.storage import Store
-from resumekit.tracing import KILL_VARIABLE, TRACE_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "integration" / "scripts"

@@ -20,8 +20,7 @@ from used_samples import counts, ledger
 from resumekit import SharingPattern, StateComponent
 from resumekit.adapters.torch import Checkpointer
 from resumekit.data import DistributedResumableSampler
-from resumekit.prove import CHECKPOINT, STEP, read_trace
-from resumekit.prove.trace_records import RESUMED
+from resumekit.record.moments import CHECKPOINT, RESUMED, STEP, read_trace
 from resumekit.state import ComponentState, WorldChange
 from resumekit.testing import Cell, KillPoint, Kit, Run
 
@@ -267,7 +266,7 @@ def test_ranks_that_are_new_draw_numbers_of_their_own_and_the_same_each_time(kit
     def states() -> dict[int, str]:
         run = launched(kit, plan, epochs=1)
         return {
-            rank: record.rng["torch"]
+            rank: record.parts["rng"]["torch"]
             for rank, attempts in read_trace(run.trace).items()
             for record in attempts[-1].records
             if record.kind == STEP and record.step == 4

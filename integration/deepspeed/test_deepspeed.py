@@ -38,9 +38,9 @@ from resumekit.errors import (
     UnsupportedValueError,
 )
 from resumekit.frameworks.deepspeed import engine_faults
+from resumekit.record.trace import KILL_VARIABLE, TRACE_VARIABLE
 from resumekit.storage import Store
 from resumekit.testing import Cell, Kit
-from resumekit.tracing import KILL_VARIABLE, TRACE_VARIABLE
 
 PRELOAD = DEEPSPEED
 

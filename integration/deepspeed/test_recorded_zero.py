@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from resumekit.prove import Outcome, Trial, prove, read_trace
+from resumekit.prove import Outcome, Trial, prove
 from resumekit.prove.causes import Cause, find_causes
-from resumekit.prove.recordings import of_trace
+from resumekit.record.moments import of_trace, read_trace
 
 pytest.importorskip("deepspeed")
 

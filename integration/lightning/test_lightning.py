@@ -63,8 +63,8 @@ from torchmetrics.wrappers import Running
 from resumekit.adapters.lightning import ResumeCallback
 from resumekit.adapters.lightning._private import trainer_faults
 from resumekit.errors import ConfigurationError, DriftError, InexactError
+from resumekit.record.trace import KILL_VARIABLE, TRACE_VARIABLE
 from resumekit.storage import Store
-from resumekit.tracing import KILL_VARIABLE, TRACE_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "integration" / "scripts"

@@ -11,15 +11,14 @@ from types import TracebackType
 
 from faulty_resumes import SAVE_EVERY
 
-from resumekit.prove import CHECKPOINT, launch_directory, read_trace, records_of
 from resumekit.prove.causes import Finding, find_causes
-from resumekit.prove.differences import constant_components
-from resumekit.prove.recording import write_positions
-from resumekit.prove.recordings import of_trace
+from resumekit.prove.comparison import constant_components
+from resumekit.prove.execution import write_positions
+from resumekit.record.moments import CHECKPOINT, launch_directory, of_trace, read_trace, records_of
+from resumekit.record.trace import INJECT_VARIABLE, TRACE_VARIABLE
 from resumekit.recorder import RecorderSettings
 from resumekit.testing.launchers import ForkServer
 from resumekit.testing.task import Task
-from resumekit.tracing import INJECT_VARIABLE, TRACE_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 90.0

@@ -19,8 +19,7 @@ from preloads import ALL
 from switch_mid_epoch_workloads import NUM_SAMPLES, SAVE_EVERY, train
 from used_samples import ledger
 
-from resumekit.prove import CHECKPOINT, read_trace
-from resumekit.prove.trace_records import RESUMED
+from resumekit.record.moments import CHECKPOINT, RESUMED, read_trace
 from resumekit.testing import Cell, KillPoint, Kit, Run
 
 PRELOAD = ALL
@@ -90,7 +89,7 @@ def require_taken_over(run: Run) -> None:
                 continue
             state = {key: dict(record.components[key]) for key in TRAINED}
             state["progress"] = {key: state["progress"][f"progress.{key}"] for key in COUNTS}
-            state["rng"] = dict(record.rng)
+            state["rng"] = dict(record.parts["rng"])
             if record.kind == CHECKPOINT:
                 saved[record.step] = state
             else:

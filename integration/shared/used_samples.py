@@ -6,8 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from resumekit.prove import STEP, read_trace
-from resumekit.prove.trace_records import RESUMED
+from resumekit.record.moments import RESUMED, STEP, read_trace
 from resumekit.testing import Run
 
 

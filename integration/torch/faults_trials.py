@@ -12,11 +12,12 @@ from failpoints import launch as launch_with_faults
 from faults_training import launch
 
 from resumekit.errors import CheckpointError
-from resumekit.prove import Verdict, compare, launch_directory
+from resumekit.prove import Verdict, compare
+from resumekit.record.moments import launch_directory
+from resumekit.record.trace import KILL_VARIABLE, TRACE_VARIABLE
 from resumekit.storage import StepName, Store
 from resumekit.testing.launchers import ForkServer
 from resumekit.testing.task import Task, target_of
-from resumekit.tracing import KILL_VARIABLE, TRACE_VARIABLE
 
 KILLED = -9
 TIMEOUT_SECONDS = 60.0

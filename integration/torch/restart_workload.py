@@ -9,8 +9,8 @@ from pathlib import Path
 from torch.distributed import barrier, destroy_process_group
 from workloads import train
 
-from resumekit.prove import launch_directory
-from resumekit.tracing import KILL_VARIABLE, TRACE_VARIABLE
+from resumekit.record.moments import launch_directory
+from resumekit.record.trace import KILL_VARIABLE, TRACE_VARIABLE
 
 if __name__ == "__main__":
     directory, traces, kill = sys.argv[1:]

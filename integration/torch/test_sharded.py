@@ -12,7 +12,8 @@ import pytest
 from preloads import TORCH
 from sharded_workloads import drift, take_over, train
 
-from resumekit.prove import CHECKPOINT, compare, read_trace
+from resumekit.prove import compare
+from resumekit.record.moments import CHECKPOINT, read_trace
 from resumekit.serialization.sharding import Layout
 from resumekit.testing import Cell, KillPoint, Kit, Run
 

@@ -13,7 +13,8 @@ pytest.importorskip("transformers")
 from small_trainer import attach, make_trainer, stop_at
 from transformers import Trainer
 
-from resumekit.journal import STEP, find_attempts, verdicts
+from resumekit.record.comparison import verdicts
+from resumekit.record.journal import STEP, find_attempts
 
 
 @pytest.fixture(autouse=True)

@@ -31,8 +31,8 @@ from transformers import (
 from transformers.generation import GenerationConfig
 
 from resumekit.errors import NoUsableCheckpointError, Preempted
+from resumekit.record.trace import INJECT_VARIABLE
 from resumekit.storage import Store
-from resumekit.tracing import INJECT_VARIABLE
 
 
 def steps_of(directory: Path) -> list[int]:

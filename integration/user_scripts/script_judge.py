@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 from official_scripts import MODULE
 
-from resumekit.journal import Verdict
 from resumekit.launcher.processes import Launch, kill_processes
+from resumekit.record.comparison import StepsVerdict
+from resumekit.record.trace import INJECT_VARIABLE
 from resumekit.testing.launchers import ForkServer, distributed_environment, free_port
 from resumekit.testing.task import Task, load_function, target_of
 from resumekit.testing.trace_checks import worst_verdict
-from resumekit.tracing import INJECT_VARIABLE
 
 # Read by scripts/judged_script.py, which must not import this.
 RECORDS_VARIABLE = "SCRIPT_RECORDS"
@@ -90,7 +90,7 @@ class Execution:
     records: tuple[Records, ...]
     outputs: tuple[str, ...]
     statuses: tuple[int, ...]
-    verdict: Verdict | None
+    verdict: StepsVerdict | None
 
     @property
     def messages(self) -> list[str]:

@@ -17,7 +17,8 @@ from judge import Judge, Verdict, assert_verdict
 from preloads import LIGHTNING, TORCH
 from reviewed_launches import KilledLaunches
 
-from resumekit.journal import DIRECTORY, verdicts
+from resumekit.record.comparison import verdicts
+from resumekit.record.journal import DIRECTORY
 from resumekit.testing.trace_checks import worst_verdict
 
 # Saved after step 10, inside an epoch, and killed after 14: four steps are repeated.

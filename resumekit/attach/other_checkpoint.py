@@ -50,7 +50,7 @@ def _last_begun_step(directory: Path, saved: int) -> int:
 
     A record is written when all code of its step has run, also what saves a checkpoint.
     """
-    from resumekit.journal import DIRECTORY, find_attempts  # loads torch
+    from resumekit.record.journal import DIRECTORY, find_attempts  # loads torch
 
     attempts = find_attempts(directory / DIRECTORY, rank=0)
     done = [record.step for each in attempts for record in each.records()]

@@ -88,6 +88,6 @@ def write_comparison(result: ProveResult, traces: Path, file: Path) -> None:
     Raises:
         ConfigurationError: the page cannot be written there.
     """
-    from resumekit.html_report import comparison_page, of_prove
+    from resumekit.html_report import comparison_page
 
-    write_file(comparison_page(of_prove(result, traces)), file)
+    write_file(comparison_page(result, traces), file)

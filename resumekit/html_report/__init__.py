@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from resumekit.html_report.comparison_page import Comparison, comparison_page, of_prove
+from resumekit.html_report.comparison_page import comparison_page
 from resumekit.html_report.diff_page import diff_page
 from resumekit.html_report.replay_page import replay_page
 from resumekit.html_report.run_facts import RunFacts, read_run
@@ -10,12 +10,10 @@ from resumekit.html_report.run_page import run_page
 from resumekit.html_report.screenshot import find_browser, take_screenshot
 
 __all__ = [
-    "Comparison",
     "RunFacts",
     "comparison_page",
     "diff_page",
     "find_browser",
-    "of_prove",
     "read_run",
     "replay_page",
     "run_page",

@@ -1,8 +1,4 @@
-"""The page about a run that was stopped and resumed, compared with one that never was.
-
-``of_prove`` makes its values from the result of ``prove``; ``comparison_page`` needs nothing else,
-so that another comparison can have the same page.
-"""
+"""The page about runs that were stopped and resumed, compared with one that never was."""
 
 from __future__ import annotations
 
@@ -13,30 +9,10 @@ from typing import Any
 
 from resumekit.errors import TraceError
 from resumekit.html_report.charts import Chart, Drawing, Line, Mark, drawn
-from resumekit.html_report.finding_rows import causes_in_words, finding_rows
-from resumekit.html_report.rendering import Headline, render
-from resumekit.prove import LaunchSummary, Outcome, ProveResult, Trial
+from resumekit.html_report.rendering import Headline, causes_in_words, finding_rows, render
+from resumekit.prove import Outcome, ProveResult, Trial
 from resumekit.prove.causes import Finding, find_first_causes
-from resumekit.prove.recordings import Recording, first_step, losses, read_recordings
-
-
-@dataclass(frozen=True)
-class LaunchRow:
-    """One launch of the judged run.
-
-    Args:
-        number: from 0.
-        began: the step that it resumed from, in words.
-        num_repeated: the steps that it trained again.
-        end: how it ended.
-        seconds: its wall-clock time.
-    """
-
-    number: int
-    began: str
-    num_repeated: int
-    end: str
-    seconds: float
+from resumekit.record.moments import Recording, first_step, losses, read_recordings
 
 
 @dataclass(frozen=True)
@@ -44,61 +20,27 @@ class ComparedRun:
     """One judged run.
 
     Args:
-        title: what was done to it.
+        trial: what was done to it.
+        title: the same in words.
         headline: the verdict on it.
         findings: the first difference of each component, causes first.
-        launches: every launch, in order.
         recording: what it recorded.
-        kills: the steps after which it was killed.
         rank: of the findings.
     """
 
+    trial: Trial
     title: str
     headline: Headline
     findings: tuple[Finding, ...]
-    launches: tuple[LaunchRow, ...]
     recording: Recording = field(repr=False)
-    kills: tuple[int, ...] = ()
     rank: int = 0
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Everything on the page.
+def comparison_page(result: ProveResult, traces: Path) -> str:
+    """The page as one HTML document.
 
     Args:
-        title: what was compared.
-        headline: the verdict.
-        facts: names and values below it.
-        reference: the run that was never stopped.
-        runs: those that were compared with it.
-    """
-
-    title: str
-    headline: Headline
-    facts: tuple[tuple[str, str], ...]
-    reference: Recording = field(repr=False)
-    runs: tuple[ComparedRun, ...]
-
-
-def comparison_page(comparison: Comparison) -> str:
-    """The page as one HTML document."""
-    return render(
-        "comparison.html.j2",
-        title=comparison.title,
-        comparison=comparison,
-        sections=[_section(comparison.reference, run) for run in comparison.runs],
-    )
-
-
-# ---------------------------------------------------------------- of prove
-
-
-def of_prove(result: ProveResult, traces: Path) -> Comparison:
-    """The comparison that ``prove`` made.
-
-    Args:
-        result: its answer.
+        result: of ``prove``.
         traces: the directory that it kept the runs in.
 
     Raises:
@@ -110,14 +52,18 @@ def of_prove(result: ProveResult, traces: Path) -> Comparison:
         raise TraceError(str(traces), found="no trace", expected="a directory kept by prove")
     runs = tuple(_compared(trial, references, traces, folder) for trial in result.trials)
     kills = ", ".join(result.at) or f"random, seed {result.seed}"
-    facts = [
-        ("Steps", str(result.num_steps)),
-        ("Ranks", str(result.world)),
-        ("Kills", f"{result.num_kills_asked} ({kills})"),
-        ("Uninterrupted run", f"{result.reference_seconds:.1f} s"),
-    ]
-    command = " ".join(result.command)
-    return Comparison(command, _headline(result, runs), tuple(facts), references[0], runs)
+    return render(
+        "comparison.html.j2",
+        title=" ".join(result.command),
+        headline=_headline(result, runs),
+        facts=[
+            ("Steps", str(result.num_steps)),
+            ("Ranks", str(result.world)),
+            ("Kills", f"{result.num_kills_asked} ({kills})"),
+            ("Uninterrupted run", f"{result.reference_seconds:.1f} s"),
+        ],
+        sections=[_section(references[0], run) for run in runs],
+    )
 
 
 def _compared(
@@ -126,36 +72,13 @@ def _compared(
     name = "killed" if trial.injected is None else f"without-{trial.injected.replace('/', '-')}"
     found = read_recordings(traces / name / folder)
     rank, findings = find_first_causes(references, found)
-    plain = trial.injected is None
-    title = "Killed and resumed" if plain else f"Resumed without {trial.injected}"
     return ComparedRun(
-        title=title,
+        trial=trial,
+        title=f"Resumed without {trial.injected}" if trial.injected else "Killed and resumed",
         headline=_headline_of(trial, findings),
         findings=findings,
-        launches=tuple(_launch_row(trial, launch) for launch in trial.launches),
         recording=found.get(0, Recording({})),
-        kills=tuple(
-            launch.killed_after_step
-            for launch in trial.launches
-            if launch.was_killed and launch.killed_after_step is not None
-        ),
         rank=rank,
-    )
-
-
-def _launch_row(trial: Trial, launch: LaunchSummary) -> LaunchRow:
-    resumes = {one.launch: one for one in trial.verdict.resumes} if trial.verdict else {}
-    resume = resumes.get(launch.number)
-    end = f"SIGKILL {launch.where}"
-    if not launch.was_killed:
-        status = launch.exit_status
-        end = "by itself" if status == 0 else f"exit status {status}"
-    return LaunchRow(
-        launch.number,
-        f"step {resume.step}" if resume else "fresh start",
-        resume.num_repeated_steps if resume else 0,
-        end,
-        launch.seconds,
     )
 
 
@@ -201,7 +124,8 @@ def _section(reference: Recording, run: ComparedRun) -> dict[str, Any]:
 
 def _loss_chart(reference: Recording, run: ComparedRun) -> Drawing | None:
     lines = [Line("uninterrupted", losses(reference.moments), is_wide=True)]
-    marks = [Mark(step, "kill", f"killed after step {step}") for step in run.kills]
+    kills = (each.killed_after_step for each in run.trial.launches if each.was_killed)
+    marks = [Mark(n, "kill", f"killed after step {n}") for n in kills if n is not None]
     for number, launch in run.recording.launches.items():
         lines.append(Line(f"launch {number}", losses(launch)))
         first = first_step(launch)

@@ -1,8 +1,8 @@
-"""The templates, filled in: one self-contained HTML document, its headline and its tables."""
+"""The templates, filled in: one self-contained HTML document, its tables, rows of findings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import jinja2
 
+from resumekit.prove.causes import Cause, Finding
+from resumekit.record.moments import STEP
 from resumekit.version import __version__
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -83,3 +85,51 @@ def render(template: str, **values: Any) -> str:
         mark_names=MARK_NAMES,
         **values,
     )
+
+
+# ---------------------------------------------------------------- findings
+
+_DIGEST_LETTERS = 16  # the shortest digest in a trace
+
+
+def finding_rows(findings: Iterable[Finding]) -> dict[str, list[dict[str, Any]]]:
+    """The rows of causes and of consequences, as ``findings.html.j2`` takes them."""
+    rows: dict[str, list[dict[str, Any]]] = {"causes": [], "consequences": []}
+    for each in findings:
+        kind = "consequences" if each.cause is Cause.CONSEQUENCE else "causes"
+        rows[kind].append(_row(each))
+    return rows
+
+
+def causes_in_words(findings: Iterable[Finding]) -> str:
+    """Each component with its likely cause, without consequences."""
+    causes = [each for each in findings if each.cause is not Cause.CONSEQUENCE]
+    return "; ".join(f"{each.component}: {each.cause.value}" for each in causes)
+
+
+def _row(finding: Finding) -> dict[str, str]:
+    where = f"step {finding.moment.step}"
+    if finding.moment.kind != STEP:
+        where = f"{finding.moment.kind}, {where}"
+    leaf, values = next(iter(finding.leaves.items()))
+    found, expected = ("absent" if each is None else _short(each) for each in values)
+    more = len(finding.leaves) - 1
+    return {
+        "component": finding.component,
+        "where": where,
+        "leaf": leaf + (f" and {more} more" if more else ""),
+        "found": found,
+        "expected": expected,
+        "cause": finding.cause.value,
+        "evidence": finding.evidence,
+    }
+
+
+def _short(text: str) -> str:
+    """A digest cut to what a reader compares, a float as a decimal, a list cut."""
+    if text.lstrip("-").startswith("0x"):
+        return f"{float.fromhex(text):.9g}"
+    text = text.removeprefix("digest ")
+    if len(text) >= _DIGEST_LETTERS and all(letter in "0123456789abcdef" for letter in text):
+        return f"{text[:8]}…"
+    return text if len(text) <= 40 else f"{text[:36]}…"

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from resumekit.html_report.charts import Chart, Drawing, Line, Mark, Point, drawn
-from resumekit.html_report.finding_rows import causes_in_words, finding_rows
-from resumekit.html_report.journal_recordings import of_replay
-from resumekit.html_report.rendering import Headline, Table, render
-from resumekit.journal import DIRECTORY, find_attempts
+from resumekit.html_report.rendering import Headline, Table, causes_in_words, finding_rows, render
 from resumekit.prove.causes import Cause, Finding, find_causes
-from resumekit.prove.recordings import Launch, Recording, losses
+from resumekit.record.journal import DIRECTORY, find_attempts
+from resumekit.record.moments import Launch, Recording, losses, of_replay
 
 if TYPE_CHECKING:
     from resumekit.replay import RankResult, ReplayResult

@@ -8,28 +8,27 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from resumekit.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from resumekit.html_report.charts import Point
-from resumekit.journal import (
+from resumekit.record.comparison import compared
+from resumekit.record.conditions import COMMAND, Header, changed_values
+from resumekit.record.journal import (
     BEGIN,
     DIRECTORY,
     END,
-    LOSS,
     SAVE,
     SAVED,
     STEP,
     Attempt,
+    Event,
     Has,
-    Header,
-    Record,
-    SaveCost,
-    compared,
     find_attempts,
+    latest_steps,
 )
 from resumekit.shared_files import shared_bytes
 from resumekit.storage import Manifest, Owner, StepName, Store
@@ -88,7 +87,7 @@ class AttemptFacts:
     began: float | None
     last_written: float
     has_closed: bool | None
-    costs: tuple[SaveCost, ...] = ()
+    costs: tuple[Event, ...] = ()
     num_lost_steps: int | None = None
     lost_seconds: float | None = None
     num_missing_files: int = 0
@@ -192,7 +191,7 @@ def _attempts(directory: Path, problems: list[str]) -> tuple[AttemptFacts, ...]:
         by_number.setdefault(each.header.number, []).append(each)
     first_ranks = [min(each, key=lambda file: file.header.rank) for each in by_number.values()]
     found: list[AttemptFacts] = []
-    costs: tuple[SaveCost, ...] = ()
+    costs: tuple[Event, ...] = ()
     for index, attempt in enumerate(first_ranks):
         later = first_ranks[index + 1].header if index + 1 < len(first_ranks) else None
         num_missing = attempt.header.world_size - len(by_number[attempt.header.number])
@@ -240,12 +239,10 @@ def _attempt(
     last = max(steps, default=None)
     verdict, is_different = "", False
     if attempt.header.resumed_step is not None:
-        comparison = compared(attempt.header, earlier)
-        for record in records:
-            comparison.add(record)
-        verdict = str(comparison.verdict)
-        is_different = comparison.verdict.word == "different"
-    times = {each.kind: each.samples / 1e9 for each in records if each.kind in (BEGIN, END)}
+        found = compared(attempt.header, earlier).add_all(records).verdict
+        verdict, is_different = str(found), found.word == "different"
+    events = attempt.events()
+    times = {each.kind: each.time for each in events}
     lost = None
     if later is not None:
         resumed = later.resumed_step or 0
@@ -256,19 +253,21 @@ def _attempt(
         last_step=last,
         num_steps=len(steps),
         saved_steps=tuple(sorted({each.step for each in records if each.kind == SAVE})),
-        losses=tuple(_losses(records)),
+        losses=tuple(
+            (step, each.loss) for step, each in latest_steps(records).items() if each.has & Has.LOSS
+        ),
         verdict=verdict,
         is_different=is_different,
         began=times.get(BEGIN),
         last_written=attempt.path.stat().st_mtime,
         has_closed=END in times if BEGIN in times else None,
-        costs=tuple(SaveCost.of(each) for each in records if each.kind == SAVED),
+        costs=tuple(each for each in events if each.kind == SAVED),
         num_lost_steps=lost,
         num_missing_files=num_missing,
     )
 
 
-def _lost_seconds(stopped: AttemptFacts, later: Header, costs: Sequence[SaveCost]) -> float | None:
+def _lost_seconds(stopped: AttemptFacts, later: Header, costs: Sequence[Event]) -> float | None:
     """The time from the save that an attempt resumed from to the end of the one before."""
     if later.resumed_step is None:
         since = stopped.began
@@ -278,31 +277,17 @@ def _lost_seconds(stopped: AttemptFacts, later: Header, costs: Sequence[SaveCost
     return None if since is None else max(stopped.last_written - since, 0.0)
 
 
-def _losses(records: Sequence[Record]) -> Iterator[Point]:
-    found: dict[int, float] = {}
-    for record in records:
-        if record.kind in (STEP, LOSS) and record.has & Has.LOSS:
-            found[record.step] = record.loss
-    yield from sorted(found.items())
-
-
 def changed_settings(then: Header, now: Header) -> list[str]:
     """What differs between the conditions of two attempts, as ``name: before -> after``."""
     found = []
     if then.world_size != now.world_size:
         found.append(f"ranks: {then.world_size} -> {now.world_size}")
     for before, after in ((then.environment, now.environment), (then.options, now.options)):
-        found += [f"{name}: {old} -> {new}" for name, old, new in _changed(before, after)]
-    code = [name for name, _, _ in _changed(then.code, now.code)]
-    found += [name if name == "command line" else f"source file {name}" for name in code]
-    loaders = [name for name, _, _ in _changed(then.geometry, now.geometry)]
+        found += [f"{name}: {old} -> {new}" for name, old, new in changed_values(before, after)]
+    code = [name for name, _, _ in changed_values(then.code, now.code)]
+    found += [name if name == COMMAND else f"source file {name}" for name in code]
+    loaders = [name for name, _, _ in changed_values(then.geometry, now.geometry)]
     return found + [f"batch geometry of loader {name}" for name in loaders]
-
-
-def _changed(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    for name in then:
-        if name in now and then[name] != now[name]:
-            yield name, then[name], now[name]
 
 
 # ---------------------------------------------------------------- the process that uses it

@@ -17,8 +17,8 @@ from resumekit.html_report.run_facts import (
     RunFacts,
     changed_settings,
 )
-from resumekit.journal import SaveCost
 from resumekit.progress_display import human_bytes
+from resumekit.record.journal import Event
 from resumekit.storage import Manifest
 
 
@@ -164,7 +164,7 @@ def _cost_chart(run: RunFacts) -> Chart:
     )
 
 
-def _step_of(cost: SaveCost) -> int:
+def _step_of(cost: Event) -> int:
     return cost.step
 
 

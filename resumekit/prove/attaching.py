@@ -15,11 +15,11 @@ from resumekit.attach import (
 )
 from resumekit.cadence import parse_cadence
 from resumekit.errors import ProveError
-from resumekit.prove.trace_records import (
+from resumekit.record.moments import (
     CHECKPOINT,
     END,
     RESUMED,
-    Attempt,
+    TracedProcess,
     durable_steps,
     records_of,
 )
@@ -135,7 +135,7 @@ def require_attached(
         raise _nothing_attached(privates, command, on_event)
 
 
-def require_save(attempts: Sequence[Attempt], command: str) -> None:
+def require_save(attempts: Sequence[TracedProcess], command: str) -> None:
     """Returns when something was saved before the last kill.
 
     Args:
@@ -170,7 +170,7 @@ def _nothing_attached(
     )
 
 
-def require_stock(attempts: Sequence[Attempt], command: str) -> None:
+def require_stock(attempts: Sequence[TracedProcess], command: str) -> None:
     """Returns when the uninterrupted run does not use resumekit.
 
     Args:

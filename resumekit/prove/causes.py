@@ -12,26 +12,26 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from resumekit.prove.recordings import (
+from resumekit.prove.cases import Case, History, first_differences
+from resumekit.prove.result import RUN
+from resumekit.record.moments import (
+    CHECKPOINT,
     DATA,
     FOUND_BY_CHANCE,
     IN_ANY_ORDER,
     INPUTS,
     LR,
     RESTORED,
+    RESUMED,
     RNG,
-    Case,
-    History,
+    STEP,
     Launch,
     Leaves,
     Moment,
     Recording,
     differences,
-    first_differences,
     first_step,
 )
-from resumekit.prove.result import RUN
-from resumekit.prove.trace_records import CHECKPOINT, RESUMED, STEP
 
 
 class Cause(str, Enum):
@@ -167,7 +167,7 @@ def _started_again(
     if has_resumed or done is None or first.step > history.first_step:
         return None
     cause, evidence = Cause.NEVER_RESUMED, f"The launch before had trained {done} steps."
-    if any(each.facts.get("by") == "nothing" for each in launch):
+    if any(each.fields.get("by") == "nothing" for each in launch):
         cause, evidence = Cause.WEIGHTS_RESTARTED, "They are the weights of no step of the run."
     values = f"step {first.step}", f"a step after {history.first_step}"
     return Finding(RUN, {"": values}, first, number, cause, evidence)
@@ -175,10 +175,10 @@ def _started_again(
 
 def _older_weights(history: History, first: Moment, number: int) -> Finding | None:
     """A launch that the recorder aligned by its weights, while all else is of a later step."""
-    if "weights" not in first.facts:
+    if "weights" not in first.fields:
         return None
-    counter = first.facts.get("counter")
-    counted = [each.step for each in history.steps if counter and each.facts["counter"] == counter]
+    counter = first.fields.get("counter")
+    counted = [each.step for each in history.steps if counter and each.fields["counter"] == counter]
     rates = [set(history.steps_with(first, LR, leaf)) for leaf in first.parts.get(LR, {})]
     votes = [set(counted), set(history.steps_with(first, DATA, "samples"))]
     votes += [set.intersection(*rates)] if rates else []
@@ -188,7 +188,7 @@ def _older_weights(history: History, first: Moment, number: int) -> Finding | No
     if first.step in counted or not agreed:
         return None
     # A warmup may begin with a learning rate of 0: the weights of several steps are the first ones.
-    is_first = first.facts["weights"] == history.steps[0].facts["weights"]
+    is_first = first.fields["weights"] == history.steps[0].fields["weights"]
     cause = Cause.WEIGHTS_RESTARTED if is_first else Cause.WEIGHTS_OLDER
     evidence = f"The rest of the state is that of step {agreed[0]}."
     values = f"before step {first.step}", f"before step {agreed[0]}"
@@ -311,7 +311,7 @@ def _has_cause_before(case: Case) -> Found:
 
 def _has_restored_weights(case: Case) -> Found:
     is_equal = all(each.slot not in ("model", "parameters") for each in case.cases_before())
-    aligned = (each.kind == RESUMED or each.facts.get("by") in _ALIGNED for each in case.launch)
+    aligned = (each.kind == RESUMED or each.fields.get("by") in _ALIGNED for each in case.launch)
     return is_equal or any(aligned)
 
 
@@ -335,7 +335,8 @@ def _has_weights(case: Case) -> Found:
     """Whether one of the averages, or of the tensors of another model, is one of the weights."""
     moment = next((each for each in case.launch if each.kind == RESTORED), case.moment)
     models = [moment.parts[key] for key in moment.parts if key.startswith(("model", "parameters"))]
-    found = {each[0] for leaf, each in case.leaves.items() if "." in leaf or case.slot != "ema"}
+    now = case.moment.parts.get(case.component, {})
+    found = {now.get(leaf) for leaf in case.leaves if "." in leaf or case.slot != "ema"}
     return not found.isdisjoint(text for leaves in models for text in leaves.values())
 
 

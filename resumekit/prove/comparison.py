@@ -1,4 +1,4 @@
-"""Comparing two traces: the run that was never killed, and the one that was.
+"""The verdict on a run that was killed and resumed, against the trace of one that never was.
 
 Every execution of every step is judged, also one that a later resume repeated: each of them is
 determined to the bit by the reference run. Besides, the logical run (the last execution of each
@@ -7,35 +7,233 @@ step) must be complete, and at least one launch must have resumed.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import isclose
 from pathlib import Path
+from typing import Any, TypeVar
 
-from resumekit.prove.differences import (
-    Difference,
-    constant_leaves,
-    idle_generators,
-    state_differences,
-    step_differences,
-    values_before_the_first_kill,
-    with_own_values,
-)
-from resumekit.prove.result import RUN, WEIGHTS, Divergence, Resume, Verdict
-from resumekit.prove.trace_records import (
+import xxhash
+
+from resumekit.prove.result import RUN, WEIGHTS, Divergence, Resume, Verdict, describe
+from resumekit.record.moments import (
     CHECKPOINT,
+    DATA,
     END,
+    INPUTS,
     ORIGIN,
     RESUMED,
+    RNG,
     STATE_KINDS,
     STEP,
-    Attempt,
-    Record,
+    Leaves,
+    Moment,
+    TracedProcess,
+    differences,
     durable_steps,
     read_trace,
     records_of,
+    rest_of,
     steps_of,
 )
+
+_STATE_ORDER = (
+    "model",
+    "parameters",
+    "buffers",
+    "optimizer",
+    "lr_scheduler",
+    "grad_scaler",
+    "ema",
+    "modules",
+    "data",
+    "progress",
+    "best_metric",
+    "callbacks",
+    "extras",
+    "rng",
+    "gradient_buckets",  # of DDP; a validation that should not run shows here, too
+)
+
+# The recorder sees these when it looks at the right moment; absence shows nothing.
+_OFTEN_ABSENT = ("modules/", "grad_scaler")
+
+# Of a step; what else its data has follows from these.
+_POSITION = ("epoch", "batch", "samples")
+
+# A component, the first leaf in it that differs, and its values as found and expected.
+Difference = tuple[str, str, str, str]
+
+
+def described_differences(
+    found: Moment,
+    expected: Moment,
+    *,
+    idle_generators: frozenset[str] = frozenset(),
+    tolerance: float | None = None,
+) -> list[Difference]:
+    """What differs between two states, or between two executions of one step.
+
+    States are in the order of the slots. Of a step, the inputs come first (data, learning rate,
+    random numbers), then states, then the values that the step gave. Among the states, equal values
+    mean that the forward pass was right and the update was not, so the model comes last; otherwise
+    it comes first.
+
+    Args:
+        found: what is judged.
+        expected: the same of the reference.
+        idle_generators: random number generators that the run never draws from.
+        tolerance: the largest relative difference of a value; states are then not compared, as of
+            a digest nothing is known but whether it is equal.
+    """
+    expected = rest_of(expected, found)
+    is_step = found.kind == STEP
+    inputs = INPUTS if is_step else ()
+    results = [*dict.fromkeys([*expected.values, *found.values])]
+    every = dict(differences(found, expected))
+    if is_step:
+        data, rng = every.get(DATA, {}), every.get(RNG, {})
+        every[DATA] = {leaf: data[leaf] for leaf in _POSITION if leaf in data}
+        every[RNG] = {name: each for name, each in rng.items() if name not in idle_generators}
+    if tolerance is not None:
+        kept = {name: every[name] for name in (*inputs, *results) if name in every}
+        every = {name: each for name, each in kept.items() if not _is_close(each, tolerance)}
+    every = {name: each for name, each in every.items() if each}
+    is_model_last = is_step and every.keys().isdisjoint(results)
+
+    def order(component: str) -> tuple[int, bool, int, str]:
+        if component in inputs:
+            return 0, False, inputs.index(component), ""
+        if component in results:
+            return 2, False, results.index(component), ""
+        return 1, is_model_last and _is_model(component), *_slot_order(component)
+
+    described: list[Difference] = []
+    for name in sorted(every, key=order):
+        leaf, values = next(iter(every[name].items()))
+        is_common = name in found.parts and name in expected.parts
+        if name == DATA and is_step:
+            now, then = _texts(found.fields.get(leaf), expected.fields.get(leaf))
+        elif is_common or name in results:
+            now, then = ("absent" if each is None else describe(each) for each in values)
+        elif name.startswith(_OFTEN_ABSENT):
+            continue
+        else:
+            leaf = ""
+            now, then = (
+                "present" if name in each.parts else "absent" for each in (found, expected)
+            )
+        described.append((name, leaf, now, then))
+    return described
+
+
+def _is_close(leaves: Leaves, tolerance: float) -> bool:
+    """Whether the only leaf is a number that differs by no more than this."""
+    found, expected = leaves.get("", (None, None))
+    if found is None or expected is None or "0x" not in found or "0x" not in expected:
+        return False
+    return isclose(float.fromhex(found), float.fromhex(expected), rel_tol=tolerance)
+
+
+def _texts(found: Any, expected: Any) -> tuple[str, str]:
+    """Both values; of two long lists the first elements that differ."""
+    if isinstance(found, list) and isinstance(expected, list) and len(str(expected)) > 60:
+        pairs = zip(found, expected, strict=False)
+        index = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if index is not None:
+            return f"{found[index]} at position {index}", f"{expected[index]}"
+    return describe(found), describe(expected)
+
+
+def _slot_order(component: str) -> tuple[int, str]:
+    slot = component.split("/", 1)[0]
+    if component.endswith("/gradient_buckets"):
+        slot = "gradient_buckets"
+    index = _STATE_ORDER.index(slot) if slot in _STATE_ORDER else len(_STATE_ORDER)
+    return index, component
+
+
+def _is_model(component: str) -> bool:
+    return component.split("/", 1)[0] in ("model", "ema", "parameters", "buffers", "modules")
+
+
+Leaf = tuple[str, str]
+_Key = TypeVar("_Key")
+
+# Never weights or anything that is computed from them.
+_SLOTS = frozenset({"rng", "data", "callbacks", "extras"})
+
+
+def idle_generators(processes: Iterable[TracedProcess]) -> frozenset[str]:
+    """The names of the generators whose state never changes from step to step."""
+    records = records_of(processes, STEP)
+    return _constant(pair for record in records for pair in record.parts[RNG].items())
+
+
+def constant_leaves(processes: Iterable[TracedProcess]) -> frozenset[Leaf]:
+    """The leaves, outside the weights, that have one value in every state of a run."""
+    records = records_of(processes, *STATE_KINDS)
+    return _constant(pair for record in records for pair in _own_leaves(record))
+
+
+def constant_components(processes: Iterable[TracedProcess]) -> frozenset[str]:
+    """The keys of the components that have one state in every checkpoint of a run."""
+    records = records_of(processes, CHECKPOINT)
+    states = (item for record in records for item in record.components.items())
+    return _constant((key, json.dumps(leaves, sort_keys=True)) for key, leaves in states)
+
+
+def _constant(pairs: Iterable[tuple[_Key, str]]) -> frozenset[_Key]:
+    """The keys that have one value in all pairs."""
+    seen: dict[_Key, set[str]] = {}
+    for key, value in pairs:
+        seen.setdefault(key, set()).add(value)
+    return frozenset(key for key, values in seen.items() if len(values) == 1)
+
+
+def values_before_the_first_kill(processes: Iterable[TracedProcess]) -> dict[Leaf, str]:
+    """The values in the first checkpoint of a run; empty when it resumed before it wrote one."""
+    first = next(records_of(processes, RESUMED, CHECKPOINT), None)
+    return {} if first is None or first.kind == RESUMED else dict(_own_leaves(first))
+
+
+def with_own_values(expected: Moment, own_values: Mapping[Leaf, str]) -> Moment:
+    """The expected state of the reference, some leaves taken from the judged run."""
+    parts = {
+        key: {leaf: own_values.get((key, leaf), digest) for leaf, digest in leaves.items()}
+        for key, leaves in expected.parts.items()
+    }
+    return replace(expected, parts=parts)
+
+
+def last_digests(
+    processes: Iterable[TracedProcess], *, excluded: frozenset[Leaf]
+) -> dict[str, str]:
+    """One digest per component of the newest state that a run traced.
+
+    Args:
+        processes: what one rank wrote.
+        excluded: constant leaves, whose value may differ between runs.
+    """
+    states = [record.components for record in records_of(processes) if record.components]
+    digests: dict[str, str] = {}
+    for key, leaves in (states[-1] if states else {}).items():
+        kept = {leaf: digest for leaf, digest in leaves.items() if (key, leaf) not in excluded}
+        text = json.dumps(kept, sort_keys=True)
+        digests[key] = xxhash.xxh3_64_hexdigest(text.encode())
+    return digests
+
+
+def _own_leaves(record: Moment) -> Iterable[tuple[Leaf, str]]:
+    for key, leaves in record.parts.items():
+        if key.split("/", 1)[0] in _SLOTS:
+            for leaf, digest in leaves.items():
+                yield (key, leaf), digest
+
+
+# ---------------------------------------------------------------- two traces
 
 StepKey = tuple[int, int]
 
@@ -77,9 +275,9 @@ def compare(
     divergences: list[Divergence] = []
     firsts: dict[str, Divergence] = {}
     own_values: dict[str, None] = {}
-    for rank, attempts in expected.items():
+    for rank, processes in expected.items():
         judged = found.get(rank, ())
-        truth = _Truth(attempts, judged, tolerance)
+        truth = _Truth(processes, judged, tolerance)
         own_values.update(dict.fromkeys(truth.own_values()))
         divergences += _execution_divergences(truth, rank, judged, firsts)
         divergences += _missing_parts(truth.run, rank, judged, last_launch)
@@ -106,9 +304,9 @@ def compare(
 class _LogicalRun:
     """The last execution of each step of one rank."""
 
-    steps: dict[StepKey, Record] = field(default_factory=dict)
-    checkpoints: dict[MicroStep, list[Record]] = field(default_factory=dict)
-    end: Record | None = None
+    steps: dict[StepKey, Moment] = field(default_factory=dict)
+    checkpoints: dict[MicroStep, list[Moment]] = field(default_factory=dict)
+    end: Moment | None = None
 
     def rewind(self, step: int) -> None:
         """Forgets what was done after a step: another execution begins there."""
@@ -116,20 +314,20 @@ class _LogicalRun:
         self.checkpoints = {at: record for at, record in self.checkpoints.items() if at[0] <= step}
         self.end = None
 
-    def add(self, record: Record, ordinal: int) -> None:
+    def add(self, record: Moment, ordinal: int) -> None:
         if record.kind == STEP:
             self.steps[record.step, ordinal] = record
         elif record.kind == CHECKPOINT:
-            self.checkpoints.setdefault(record.micro_step, []).append(record)
+            self.checkpoints.setdefault(record.key[1:], []).append(record)
         elif record.kind == END:
             self.end = record
 
 
-def _logical_run(attempts: Iterable[Attempt]) -> _LogicalRun:
+def _logical_run(processes: Iterable[TracedProcess]) -> _LogicalRun:
     run = _LogicalRun()
-    for attempt in attempts:
+    for process in processes:
         begun = False
-        for record, ordinal in _with_ordinals(attempt):
+        for record, ordinal in _with_ordinals(process):
             if record.kind == RESUMED:
                 run.rewind(record.step)
                 begun = True
@@ -140,10 +338,10 @@ def _logical_run(attempts: Iterable[Attempt]) -> _LogicalRun:
     return run
 
 
-def _with_ordinals(attempt: Attempt) -> Iterator[tuple[Record, int]]:
+def _with_ordinals(process: TracedProcess) -> Iterator[tuple[Moment, int]]:
     """The records of one process; a step record with its ordinal among those of its step."""
     counts: Counter[int] = Counter()
-    for record in attempt.records:
+    for record in process.records:
         if record.kind == RESUMED:
             counts.clear()
         yield record, counts[record.step]
@@ -155,8 +353,8 @@ class _Truth:
 
     def __init__(
         self,
-        reference: tuple[Attempt, ...],
-        candidate: tuple[Attempt, ...],
+        reference: tuple[TracedProcess, ...],
+        candidate: tuple[TracedProcess, ...],
         tolerance: float | None,
     ) -> None:
         self._tolerance = tolerance
@@ -165,15 +363,15 @@ class _Truth:
         constant = constant_leaves(reference)
         own_values = values_before_the_first_kill(candidate).items()
         self._own_values = {leaf: value for leaf, value in own_values if leaf in constant}
-        self._own_checkpoints: dict[MicroStep, Record] = {}
+        self._own_checkpoints: dict[MicroStep, Moment] = {}
 
-    def differences(self, record: Record, ordinal: int) -> list[Difference]:
+    def differences(self, record: Moment, ordinal: int) -> list[Difference]:
         """What is wrong with one record."""
         if record.kind == STEP:
             expected = self.run.steps.get((record.step, ordinal))
             if expected is None:
-                return [Difference(RUN, "", "trained", "no such step")]
-            return step_differences(
+                return [(RUN, "", "trained", "no such step")]
+            return described_differences(
                 record,
                 expected,
                 idle_generators=self._idle_generators,
@@ -183,26 +381,24 @@ class _Truth:
             end = self.run.end
             if end is None or end.step != record.step:
                 there = "no end" if end is None else f"the end at step {end.step}"
-                return [Difference(RUN, "end", f"the end at step {record.step}", there)]
+                return [(RUN, "end", f"the end at step {record.step}", there)]
             return self._state_differences(record, end)
         if record.kind == ORIGIN and record.fields["by"] in _WEIGHTS_OF_NO_STEP:
             component, leaf = _WEIGHTS_OF_NO_STEP[record.fields["by"]]
-            return [
-                Difference(component, leaf, "weights of no step of this run", "those of a step")
-            ]
+            return [(component, leaf, "weights of no step of this run", "those of a step")]
         if record.kind not in STATE_KINDS or self._tolerance is not None:
             return []
         # Where the end of an epoch could not be foreseen, one micro-step has two checkpoints: the
         # one that was due, and the one that records the end.
-        all_expected = self.run.checkpoints.get(record.micro_step)
+        all_expected = self.run.checkpoints.get(record.key[1:])
         if all_expected:
             return min((self._state_differences(record, each) for each in all_expected), key=len)
         # A save by time may fall on another step in the reference run. What was resumed is then
         # compared with what this run itself had saved.
-        saved = self._own_checkpoints.get(record.micro_step)
+        saved = self._own_checkpoints.get(record.key[1:])
         if saved is None or record.kind == CHECKPOINT:
             return []
-        return state_differences(record, saved)
+        return described_differences(record, saved)
 
     def own_values(self) -> list[str]:
         """The names of the values that the judged run is compared with itself for."""
@@ -214,19 +410,19 @@ class _Truth:
             if leaves.get(key, {}).get(leaf) != value
         ]
 
-    def learn(self, attempt: Attempt) -> None:
+    def learn(self, process: TracedProcess) -> None:
         """Remembers what a launch saved, for those that follow it."""
-        saved = records_of([attempt], CHECKPOINT)
-        self._own_checkpoints.update({record.micro_step: record for record in saved})
+        saved = records_of([process], CHECKPOINT)
+        self._own_checkpoints.update({record.key[1:]: record for record in saved})
 
-    def _state_differences(self, record: Record, expected: Record) -> list[Difference]:
+    def _state_differences(self, record: Moment, expected: Moment) -> list[Difference]:
         if self._tolerance is not None:
             return []
-        return state_differences(record, with_own_values(expected, self._own_values))
+        return described_differences(record, with_own_values(expected, self._own_values))
 
 
 def _execution_divergences(
-    truth: _Truth, rank: int, attempts: Iterable[Attempt], firsts: dict[str, Divergence]
+    truth: _Truth, rank: int, processes: Iterable[TracedProcess], firsts: dict[str, Divergence]
 ) -> Iterator[Divergence]:
     """The first divergence of every launch, in the order in which its records were written.
 
@@ -235,27 +431,27 @@ def _execution_divergences(
 
     Args:
         truth: what must have been recorded.
-        rank: whose attempts these are.
-        attempts: in the order of the launches.
+        rank: whose processes these are.
+        processes: in the order of the launches.
         firsts: receives the first divergence of each component.
     """
-    for attempt in attempts:
+    for process in processes:
         is_first = True
-        for record, ordinal in _with_ordinals(attempt):
+        for record, ordinal in _with_ordinals(process):
             differences = truth.differences(record, ordinal)
             for difference in differences:
-                one = _divergence(record, rank, attempt.launch, [difference])
-                firsts.setdefault(difference.component, one)
+                one = _divergence(record, rank, process.launch, [difference])
+                firsts.setdefault(one.component, one)
             if differences and is_first:
-                one = _divergence(record, rank, attempt.launch, differences)
-                yield _restart(one) if _has_first_weights(attempt) else one
+                one = _divergence(record, rank, process.launch, differences)
+                yield _restart(one) if _has_first_weights(process) else one
                 is_first = False
-        truth.learn(attempt)
+        truth.learn(process)
 
 
-def _has_first_weights(attempt: Attempt) -> bool:
+def _has_first_weights(process: TracedProcess) -> bool:
     """Whether a relaunch had the weights of step 1 when it trained its first step."""
-    return attempt.launch > 0 and steps_of([attempt], ORIGIN)[:1] == [1]
+    return process.launch > 0 and steps_of([process], ORIGIN)[:1] == [1]
 
 
 def _restart(divergence: Divergence) -> Divergence:
@@ -265,37 +461,37 @@ def _restart(divergence: Divergence) -> Divergence:
 
 
 def _missing_parts(
-    truth: _LogicalRun, rank: int, attempts: tuple[Attempt, ...], last_launch: int | None
+    truth: _LogicalRun, rank: int, processes: tuple[TracedProcess, ...], last_launch: int | None
 ) -> Iterator[Divergence]:
     """What the reference did and the logical run of the candidate did not."""
-    logical = _logical_run(attempts)
+    logical = _logical_run(processes)
     launch = last_launch
     if launch is None:
-        launch = max((attempt.launch for attempt in attempts), default=1)
+        launch = max((process.launch for process in processes), default=1)
     for step, _ in sorted(truth.steps.keys() - logical.steps.keys())[:1]:
         yield Divergence(step, rank, RUN, "", "never trained", "trained", STEP, launch)
     if truth.end is not None and logical.end is None:
         yield Divergence(truth.end.step, rank, RUN, "end", "never reached", "reached", END, launch)
     saved: list[int] = []
-    for attempt in attempts:
-        trained = steps_of([attempt], STEP)
-        if saved and trained and not steps_of([attempt], RESUMED):
+    for process in processes:
+        trained = steps_of([process], STEP)
+        if saved and trained and not steps_of([process], RESUMED):
             found = f"a fresh start at step {trained[0]}"
             expected = f"a resume from the checkpoint of step {max(saved)}"
-            yield Divergence(trained[0], rank, RUN, "", found, expected, STEP, attempt.launch)
-        saved += durable_steps([attempt])
+            yield Divergence(trained[0], rank, RUN, "", found, expected, STEP, process.launch)
+        saved += durable_steps([process])
 
 
-def _resumes(attempts: tuple[Attempt, ...]) -> tuple[Resume, ...]:
+def _resumes(processes: tuple[TracedProcess, ...]) -> tuple[Resume, ...]:
     resumes: list[Resume] = []
     newest = first = None
-    for attempt in attempts:
-        steps = steps_of([attempt], STEP)
-        at = next(iter(steps_of([attempt], RESUMED)), None)
+    for process in processes:
+        steps = steps_of([process], STEP)
+        at = next(iter(steps_of([process], RESUMED)), None)
         if at is None and first is not None and steps and steps[0] > first:
             at = steps[0] - 1  # resumed by the script itself: it continued after the first step
         if at is not None and newest is not None:
-            resumes.append(Resume(attempt.launch, at, max(newest - at, 0)))
+            resumes.append(Resume(process.launch, at, max(newest - at, 0)))
         if steps:
             first = steps[0] if first is None else min(first, steps[0])
             newest = max([*steps, newest or 0])
@@ -303,41 +499,32 @@ def _resumes(attempts: tuple[Attempt, ...]) -> tuple[Resume, ...]:
 
 
 def _divergence(
-    record: Record, rank: int, launch: int, differences: list[Difference]
+    record: Moment, rank: int, launch: int, differences: list[Difference]
 ) -> Divergence:
+    others = dict.fromkeys(component for component, *_ in differences)
     first = differences[0]
-    others = dict.fromkeys(one.component for one in differences if one.component != first.component)
-    return Divergence(
-        step=record.step,
-        rank=rank,
-        component=first.component,
-        leaf=first.leaf,
-        found=first.found,
-        expected=first.expected,
-        event=record.kind,
-        launch=launch,
-        others=tuple(others),
-    )
+    del others[first[0]]
+    return Divergence(record.step, rank, *first, record.kind, launch, tuple(others))
 
 
-def _notes(ranks: Mapping[int, tuple[Attempt, ...]]) -> Iterator[str]:
+def _notes(ranks: Mapping[int, tuple[TracedProcess, ...]]) -> Iterator[str]:
     """What a reader must know of how the launches were aligned."""
-    for attempt in (attempt for attempts in ranks.values() for attempt in attempts):
-        for record in records_of([attempt], ORIGIN):
-            how, where = record.fields["by"], f"launch {attempt.launch}, rank {attempt.rank}"
+    for process in (process for processes in ranks.values() for process in processes):
+        for record in records_of([process], ORIGIN):
+            how, where = record.fields["by"], f"launch {process.launch}, rank {process.rank}"
             if how == "ambiguous":
                 yield f"{where}: its weights are of several steps; compared from step {record.step}"
             elif how == "counter":
                 yield f"{where}: compared from step {record.step}, by the optimizer's step counter"
 
 
-def _never_resumed(rank: int, attempts: tuple[Attempt, ...]) -> Divergence:
-    step = min(steps_of(attempts, STEP), default=0)
-    if steps_of(attempts, ORIGIN):
+def _never_resumed(rank: int, processes: tuple[TracedProcess, ...]) -> Divergence:
+    step = min(steps_of(processes, STEP), default=0)
+    if steps_of(processes, ORIGIN):
         found = "weights of step 1"
-        return Divergence(step, rank, RUN, WEIGHTS, found, "a resume", ORIGIN, attempts[-1].launch)
-    found = f"{len(attempts)} launches, each from the first step"
-    launch = max([1, *(attempt.launch for attempt in attempts)])
+        return Divergence(step, rank, RUN, WEIGHTS, found, "a resume", ORIGIN, processes[-1].launch)
+    found = f"{len(processes)} launches, each from the first step"
+    launch = max([1, *(process.launch for process in processes)])
     return Divergence(step, rank, RUN, "", found, "a resume", RESUMED, launch)
 
 

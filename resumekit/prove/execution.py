@@ -1,36 +1,91 @@
-"""One run of a command: its launches, and what each of them left."""
+"""One run of a command: its launches, how each is recorded, and what each of them left."""
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from resumekit.errors import CommandFailedError, CommandTimeoutError
+from resumekit.launcher import Activation, prepared_environment
 from resumekit.launcher.processes import Launch
 from resumekit.prove.attaching import has_checkpoint, launch_environment
-from resumekit.prove.command import prepared
 from resumekit.prove.kills import Kill, KillInstant
-from resumekit.prove.recording import recorded_environment, write_positions
 from resumekit.prove.result import LaunchSummary
-from resumekit.prove.stock_checkpoints import LATEST_PLACEHOLDER, stock_checkpoints, with_latest
-from resumekit.prove.trace_records import (
+from resumekit.prove.workspaces import (
+    LATEST_PLACEHOLDER,
+    copy_workspace,
+    prepared,
+    stock_checkpoints,
+    with_latest,
+)
+from resumekit.record.moments import (
+    FAILED,
     STEP,
     TraceTail,
+    find_trace,
     launch_directory,
+    records_of,
 )
-from resumekit.prove.workspaces import copy_workspace
-from resumekit.recorder import RecorderSettings
-from resumekit.tracing import (
+from resumekit.record.trace import (
     INJECT_VARIABLE,
     KILL_VARIABLE,
     RUN_ROOT_VARIABLE,
     TRACE_VARIABLE,
     KillPoint,
 )
+from resumekit.recorder import RecorderSettings
+
+
+def recorded_environment(
+    environment: Mapping[str, str], directory: Path, settings: RecorderSettings
+) -> dict[str, str]:
+    """The environment of a launch whose training processes are recorded.
+
+    Args:
+        environment: of the launch otherwise.
+        directory: an absent directory for the launcher.
+        settings: what the recorder is asked for.
+    """
+    values = settings.as_dict()
+    activations = (
+        Activation("torch", "resumekit.recorder:record_torch", values),
+        Activation("deepspeed", "resumekit.recorder:record_deepspeed", values),
+    )
+    return prepared_environment(environment, directory, activations)
+
+
+def write_positions(directory: Path, traces: Iterable[Path]) -> Path:
+    """Writes the weights that a relaunch may continue from, one file per rank.
+
+    Args:
+        directory: where to; made if missing.
+        traces: the records of the uninterrupted run and of this run so far.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    rows: dict[int, list[list[object]]] = {}
+    for trace in traces:
+        for rank, attempts in find_trace(trace).items():
+            for record in records_of(attempts, STEP):
+                fields = record.fields
+                row = [record.step, fields["weights"], fields["counter"], fields["lr"]]
+                rows.setdefault(rank, []).append(row)
+    for rank, listed in rows.items():
+        (directory / f"rank-{rank:05d}.json").write_text(json.dumps(listed))
+    return directory
+
+
+def failure_of_recorder(directory: Path) -> str:
+    """Why the recorder stopped; empty when it did not."""
+    attempts = (attempt for each in find_trace(directory).values() for attempt in each)
+    return next((record.fields["text"] for record in records_of(attempts, FAILED)), "")
+
+
+# ---------------------------------------------------------------- launches
 
 _POLL_SECONDS = 0.001
 # Helpers of multiprocessing end a moment after the process that they serve.

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from resumekit.errors import ConfigurationError, KillPointNotReachedError, ProveError
-from resumekit.prove.trace_records import CHECKPOINT, Attempt, records_of, steps_of
-from resumekit.tracing import KillPoint
+from resumekit.record.moments import CHECKPOINT, TracedProcess, records_of, steps_of
+from resumekit.record.trace import KillPoint
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def chosen_points(
 
 def require_reached(
     points: Sequence[KillPoint],
-    reference: Mapping[int, Sequence[Attempt]],
+    reference: Mapping[int, Sequence[TracedProcess]],
     command: str,
     *,
     saves: Iterable[int] = (),
@@ -132,7 +132,7 @@ def require_reached(
         )
 
 
-def first_saved(attempts: Sequence[Attempt]) -> int | None:
+def first_saved(attempts: Sequence[TracedProcess]) -> int | None:
     """The step of the first checkpoint; None if the trace contains none."""
     return min(steps_of(attempts, CHECKPOINT), default=None)
 

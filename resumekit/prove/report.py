@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from resumekit.cadence import parse_cadence
-from resumekit.prove.result import LaunchSummary, Outcome, ProveResult, Trial, Verdict
+from resumekit.prove.result import Outcome, ProveResult, Trial, Verdict
 
 _STYLES = {
     Outcome.EXACT: "bold green",
@@ -55,23 +55,16 @@ def _attached_line(result: ProveResult) -> str:
 
 def _launch_table(trial: Trial) -> Table:
     table = Table("launch", "resumed from step", "repeated steps", "ended", "seconds")
-    resumes = {one.launch: one for one in trial.verdict.resumes} if trial.verdict else {}
     for launch in trial.launches:
-        resume = resumes.get(launch.number)
+        resume = trial.resumes.get(launch.number)
         table.add_row(
             str(launch.number),
             str(resume.step) if resume else "-",
             str(resume.num_repeated_steps) if resume else "-",
-            _end_of(launch),
+            launch.end,
             f"{launch.seconds:.1f}",
         )
     return table
-
-
-def _end_of(launch: LaunchSummary) -> str:
-    if launch.was_killed:
-        return f"SIGKILL {launch.where}"
-    return "by itself" if launch.exit_status == 0 else f"exit status {launch.exit_status}"
 
 
 def _digest_table(result: ProveResult, trial: Trial) -> Table:

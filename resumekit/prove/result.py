@@ -231,6 +231,13 @@ class LaunchSummary:
         """Where it was killed, in words."""
         return f"after step {self.killed_after_step}" if self.at is None else f"at {self.at}"
 
+    @property
+    def end(self) -> str:
+        """How it ended, in words."""
+        if self.was_killed:
+            return f"SIGKILL {self.where}"
+        return "by itself" if self.exit_status == 0 else f"exit status {self.exit_status}"
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -270,6 +277,11 @@ class Trial:
     def seconds(self) -> float:
         """The wall-clock time of all launches together."""
         return sum(launch.seconds for launch in self.launches)
+
+    @property
+    def resumes(self) -> Mapping[int, Resume]:
+        """The launches that continued an earlier one, by number."""
+        return {one.launch: one for one in self.verdict.resumes} if self.verdict else {}
 
 
 @dataclass(frozen=True)

@@ -25,21 +25,21 @@ from resumekit.prove.attaching import (
     require_trainer,
     steps_to_interrupt,
 )
-from resumekit.prove.differences import constant_leaves, last_digests
-from resumekit.prove.execution import FinishedRun, Plan, execute_uninterrupted
-from resumekit.prove.kills import (
-    Kill,
-    chosen_points,
-    first_saved,
-    kill_instants,
-    require_reached,
-)
-from resumekit.prove.recording import failure_of_recorder, read_records
+from resumekit.prove.comparison import constant_leaves, last_digests
+from resumekit.prove.execution import FinishedRun, Plan, execute_uninterrupted, failure_of_recorder
+from resumekit.prove.kills import Kill, chosen_points, first_saved, kill_instants, require_reached
 from resumekit.prove.result import ProveResult
-from resumekit.prove.trace_records import CHECKPOINT, STEP, Attempt, records_of, steps_of
-from resumekit.prove.trials import Judge, forgiven
+from resumekit.prove.trials import Trials, forgiven
 from resumekit.prove.workspaces import workspace_of
-from resumekit.tracing import KillPoint
+from resumekit.record.moments import (
+    CHECKPOINT,
+    STEP,
+    TracedProcess,
+    find_trace,
+    records_of,
+    steps_of,
+)
+from resumekit.record.trace import KillPoint
 
 EVERY_COMPONENT = "all"
 
@@ -140,8 +140,8 @@ def prove(
         chosen = _kills(plan, followed, points, num_kills, random.Random(seed))
         attempts = followed.get(0, ())
         steps, constant = _steps(attempts), constant_leaves(attempts)
-        judge = Judge(plan, directory, constant, chosen, last_step=steps[-1])
-        trials = tuple(map(judge.trial, _injected_components(inject, attempts)))
+        runs = Trials(plan, directory, constant, chosen, last_step=steps[-1])
+        trials = tuple(map(runs.run, _injected_components(inject, attempts)))
         result = ProveResult(
             command=plan.command,
             world=world,
@@ -149,7 +149,7 @@ def prove(
             seed=seed,
             num_kills_asked=len(chosen),
             num_steps=len(steps),
-            reference_seconds=judge.reference.seconds,
+            reference_seconds=runs.reference.seconds,
             reference_digests=last_digests(attempts, excluded=constant),
             trials=forgiven(trials, attempts) if inject == EVERY_COMPONENT else trials,
             is_recorded=plan.follows_records,
@@ -200,7 +200,7 @@ def _check_attaching(
 
 def _prepared(
     plan: Plan, directory: Path, save_every: int | str | None, *, is_control: bool
-) -> tuple[Plan, dict[int, tuple[Attempt, ...]]]:
+) -> tuple[Plan, dict[int, tuple[TracedProcess, ...]]]:
     """The plan of the trials, and what counts the steps of its uninterrupted run, by rank.
 
     Args:
@@ -222,14 +222,16 @@ def _prepared(
     return _with_reference(replace(plan, follows_records=False), directory / "reference")
 
 
-def _with_reference(plan: Plan, directory: Path) -> tuple[Plan, dict[int, tuple[Attempt, ...]]]:
+def _with_reference(
+    plan: Plan, directory: Path
+) -> tuple[Plan, dict[int, tuple[TracedProcess, ...]]]:
     """The plan with its uninterrupted run, and what counts the steps of that run, by rank."""
     is_stock = plan.with_resumekit and plan.save_every is None
     check = partial(require_trainer, command=str(plan), on_event=plan.on_event)
     reference = execute_uninterrupted(plan, directory, on_first_step=check if is_stock else None)
     followed, follows_records = _followed(reference, plan)
     if is_stock:
-        require_stock(read_records(reference.trace).get(0, ()), str(plan))
+        require_stock(find_trace(reference.trace).get(0, ()), str(plan))
     elif plan.with_resumekit:
         require_attached(reference.attached, str(plan), plan.on_event)
     attempts = followed.get(0, ())
@@ -247,7 +249,7 @@ def _with_reference(plan: Plan, directory: Path) -> tuple[Plan, dict[int, tuple[
 
 def _kills(
     plan: Plan,
-    followed: Mapping[int, Sequence[Attempt]],
+    followed: Mapping[int, Sequence[TracedProcess]],
     points: Sequence[KillPoint],
     num_kills: int,
     rng: random.Random,
@@ -272,7 +274,9 @@ def _kills(
     return kill_instants(steps, num_kills, first_saved=first_saved(attempts), rng=rng)
 
 
-def _injected_components(inject: str | None, attempts: Sequence[Attempt]) -> tuple[str | None, ...]:
+def _injected_components(
+    inject: str | None, attempts: Sequence[TracedProcess]
+) -> tuple[str | None, ...]:
     if inject is None:
         return (None,)
     records = records_of(attempts, CHECKPOINT)
@@ -292,12 +296,12 @@ def _injected_components(inject: str | None, attempts: Sequence[Attempt]) -> tup
     return (inject,)
 
 
-def _followed(run: FinishedRun, plan: Plan) -> tuple[dict[int, tuple[Attempt, ...]], bool]:
+def _followed(run: FinishedRun, plan: Plan) -> tuple[dict[int, tuple[TracedProcess, ...]], bool]:
     """What counts the steps of a command, by rank, and whether the recorder wrote it.
 
     A script's trace comes first: it has the script's own step numbers and checkpoints.
     """
-    traced, recorded = read_records(run.trace), read_records(run.records)
+    traced, recorded = find_trace(run.trace), find_trace(run.records)
     failure = failure_of_recorder(run.records)
     if failure:
         plan.on_event(f"the recorder stopped, nothing it saw is compared: {failure}")
@@ -321,11 +325,11 @@ def _followed(run: FinishedRun, plan: Plan) -> tuple[dict[int, tuple[Attempt, ..
     )
 
 
-def _steps(attempts: Sequence[Attempt]) -> list[int]:
+def _steps(attempts: Sequence[TracedProcess]) -> list[int]:
     return sorted(set(steps_of(attempts, STEP)))
 
 
-def _step_seconds(attempts: Sequence[Attempt]) -> float:
+def _step_seconds(attempts: Sequence[TracedProcess]) -> float:
     times = [record.time_ns for record in records_of(attempts, STEP)]
     gaps = [later - earlier for earlier, later in pairwise(times)]
     return median(gaps) / 1e9 if gaps else 0.0

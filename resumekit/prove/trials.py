@@ -6,31 +6,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from resumekit.errors import (
-    CommandFailedError,
-    KillPointNotReachedError,
-    ProveError,
-    TraceError,
-)
+from resumekit.errors import CommandFailedError, KillPointNotReachedError, ProveError, TraceError
 from resumekit.prove.attaching import require_attached, require_save
 from resumekit.prove.causes import Cause, find_first_causes
-from resumekit.prove.comparison import compare
-from resumekit.prove.differences import Leaf, constant_components, last_digests
-from resumekit.prove.execution import FinishedRun, Plan, execute, execute_uninterrupted
+from resumekit.prove.comparison import Leaf, compare, constant_components, last_digests
+from resumekit.prove.execution import (
+    FinishedRun,
+    Plan,
+    execute,
+    execute_uninterrupted,
+    failure_of_recorder,
+)
 from resumekit.prove.kills import Kill
-from resumekit.prove.recording import failure_of_recorder, read_records
-from resumekit.prove.recordings import read_recordings
 from resumekit.prove.result import Outcome, Trial, Verdict
-from resumekit.prove.trace_records import Attempt, read_trace
-from resumekit.tracing import KillPoint
+from resumekit.record.moments import TracedProcess, find_trace, read_recordings, read_trace
+from resumekit.record.trace import KillPoint
 
 # A relaunch did something else than the uninterrupted run.
 _EXPLAINED = (Outcome.DIVERGED, Outcome.RESTARTED, Outcome.CAUGHT, Outcome.MISNAMED)
 
 
 @dataclass(frozen=True)
-class Judge:
-    """Runs trials against one uninterrupted run.
+class Trials:
+    """Trials against one uninterrupted run.
 
     Args:
         plan: what to launch.
@@ -52,7 +50,7 @@ class Judge:
         assert self.plan.reference is not None
         return self.plan.reference
 
-    def trial(self, component: str | None) -> Trial:
+    def run(self, component: str | None) -> Trial:
         """One killed run, with or without a component left out, and its verdict."""
         what = "killed" if component is None else f"without-{component.replace('/', '-')}"
         self.plan.on_event(f"the run that is {what.replace('-', ' ')}")
@@ -101,7 +99,7 @@ class Judge:
             raise CommandFailedError(command, found=found)
         require_attached(run.attached, command, self.plan.on_event)
         killed = [launch.number for launch in run.launches if launch.was_killed]
-        attempts = [each for rank in read_records(run.trace).values() for each in rank]
+        attempts = [each for rank in find_trace(run.trace).values() for each in rank]
         if killed:
             require_save([each for each in attempts if each.launch in killed], command)
 
@@ -110,7 +108,7 @@ class Judge:
         if not self.plan.follows_records:
             return verdict  # the uninterrupted run has the callback, too
         notes = verdict.notes
-        if read_records(self.reference.trace):
+        if find_trace(self.reference.trace):
             notes = (*notes, "what the script records by resumekit.trace() is not compared")
         verdict = replace(verdict, with_resumekit=True, notes=notes)
         if verdict.is_reproducible:
@@ -214,7 +212,7 @@ def _outcome(component: str | None, verdict: Verdict | None, failure: str) -> Ou
     return Outcome.EXACT if verdict.tolerance is None else Outcome.WITHIN_TOLERANCE
 
 
-def forgiven(trials: Sequence[Trial], attempts: Sequence[Attempt]) -> tuple[Trial, ...]:
+def forgiven(trials: Sequence[Trial], attempts: Sequence[TracedProcess]) -> tuple[Trial, ...]:
     """The trials; those not noticed that left out a component which never changes have no effect.
 
     Leaving out what is still as it was at the start of the run makes no difference to be found.

@@ -7,8 +7,7 @@ buffers and optimizer state. Nothing is drawn from a generator and no value is c
 
 from __future__ import annotations
 
-from resumekit.recorder.alignment import Origin, Position, align
-from resumekit.recorder.settings import RecorderSettings
+from resumekit.recorder.launches import Origin, Position, RecorderSettings, align
 
 __all__ = ["Origin", "Position", "RecorderSettings", "align", "record_deepspeed", "record_torch"]
 
@@ -22,6 +21,6 @@ def record_torch(settings: dict[str, object]) -> None:
 
 def record_deepspeed(settings: dict[str, object]) -> None:
     """Activation after ``import deepspeed``: records the steps of engines."""
-    from resumekit.recorder.engines import install
+    from resumekit.recorder.hooks import install_in_deepspeed
 
-    install()
+    install_in_deepspeed()

@@ -1,12 +1,22 @@
-"""Digests of tensors and plain values: equal exactly when the bits are."""
+"""Digests of what a step uses: tensors, batches, and where each random generator is.
+
+The digest of a generator's state says whether two runs have the same one. Its position says by how
+many draws they differ: the words of a Mersenne Twister stay the same for 624 draws.
+"""
 
 from __future__ import annotations
 
+import random
+import struct
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
+
+from resumekit.record.trace import device_states
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
@@ -66,3 +76,92 @@ def _texts(value: Any) -> Iterator[str]:
         yield f"array {value.dtype} {value.shape} {xxhash.xxh3_64_hexdigest(value.tobytes())}"
     else:
         yield f"object {type(value).__name__}"
+
+
+# ---------------------------------------------------------------- batches
+
+# More samples than this are not digested one by one.
+_MAX_SAMPLES = 4096
+_MASK = (1 << 64) - 1
+
+
+@dataclass
+class BatchRecord:
+    """The tensors that models were called with since the last step.
+
+    Args:
+        digests: of each tensor.
+        counts: the samples of each, by its first dimension.
+        sets: a digest of the rows of each that does not depend on their order.
+    """
+
+    digests: list[str] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    sets: list[str] = field(default_factory=list)
+
+    def add(self, inputs: Any) -> None:
+        """Adds the tensors that no trained weight has gone into.
+
+        Args:
+            inputs: of a model, nested.
+        """
+        for tensor in _tensors(inputs):
+            self.digests.append(tensor_digest(tensor))
+            self.counts.append(len(tensor) if tensor.ndim else 1)
+            self.sets.append(_set_digest(local_part(tensor).detach()))
+
+
+def _set_digest(tensor: torch.Tensor) -> str:
+    if not tensor.ndim:
+        return tensor_digest(tensor)
+    if len(tensor) > _MAX_SAMPLES or not tensor.numel() or tensor.is_meta:
+        return ""
+    rows = byte_view(tensor).reshape(len(tensor), -1).numpy()
+    total = sum(xxhash.xxh3_64_intdigest(row.data) for row in rows)
+    return f"{total & _MASK:016x}"
+
+
+def _tensors(inputs: Any) -> Iterator[torch.Tensor]:
+    if isinstance(inputs, torch.Tensor):
+        if not inputs.requires_grad:
+            yield inputs
+    elif isinstance(inputs, dict):
+        for value in inputs.values():
+            yield from _tensors(value)
+    elif isinstance(inputs, (list, tuple)):
+        for value in inputs:
+            yield from _tensors(value)
+
+
+# ---------------------------------------------------------------- random generators
+
+# torch 2.13 aten/src/ATen/CPUGeneratorImpl.cpp CPUGeneratorImplStateLegacy: seed, left, seeded,
+# next, then the words.
+_CPU_HEADER = struct.Struct("<QiiQ")
+_NUM_WORDS = 624
+_SEED_AND_OFFSET = struct.Struct("<QQ")
+
+
+def rng_positions() -> dict[str, tuple[str, int]]:
+    """A digest of each generator's words, and the index of the next one, by its name.
+
+    Names are those of ``rng_digests``. Of CUDA's and XPU's generators it is the seed and the
+    offset. A generator of another kind is left out.
+    """
+    _, words, _ = random.getstate()
+    block = struct.pack(f"{_NUM_WORDS}I", *words[:-1])
+    positions = {"python": (xxhash.xxh3_64_hexdigest(block), words[-1])}
+    state = np.random.get_state(legacy=False)
+    if state["bit_generator"] == "MT19937":
+        inner = state["state"]
+        positions["numpy"] = (xxhash.xxh3_64_hexdigest(inner["key"].tobytes()), int(inner["pos"]))
+    cpu = torch.get_rng_state().numpy().tobytes()
+    _, _, _, following = _CPU_HEADER.unpack_from(cpu)
+    words_of_cpu = cpu[_CPU_HEADER.size : _CPU_HEADER.size + 8 * _NUM_WORDS]
+    positions["torch"] = (xxhash.xxh3_64_hexdigest(words_of_cpu), following)
+    for name, of_device in device_states().items():
+        # CUDAGeneratorImpl.cpp, XPUGeneratorImpl.cpp: the seed and the offset, 8 bytes each.
+        if len(of_device) == _SEED_AND_OFFSET.size:
+            seed, offset = _SEED_AND_OFFSET.unpack(of_device)
+            positions[name] = (str(seed), offset)
+    return positions

@@ -1,9 +1,10 @@
-"""The hooks of torch that the recorder listens to."""
+"""The hooks of torch that the recorder listens to, and the steps of DeepSpeed's engines."""
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
 import threading
 import warnings
 from typing import Any
@@ -15,13 +16,14 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
     register_module_parameter_registration_hook,
 )
+from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
+from resumekit.recorder.launches import RecorderSettings
 from resumekit.recorder.recorder import TRAINER_VARIABLE, Recorder
-from resumekit.recorder.settings import RecorderSettings
 
 
 class _Process:
@@ -113,3 +115,40 @@ def _listen_to_loaders(recorder: Recorder) -> None:
         return fetch(iterator)
 
     iterators.__next__ = recorded
+
+
+# ---------------------------------------------------------------- engines of DeepSpeed
+
+
+def install_in_deepspeed() -> None:
+    """Wraps ``deepspeed.initialize``: the optimizer of each engine that it makes is recorded."""
+    deepspeed: Any = sys.modules["deepspeed"]
+    initialize = deepspeed.initialize
+
+    @functools.wraps(initialize)
+    def initialize_and_listen(*arguments: Any, **keywords: Any) -> Any:
+        made = initialize(*arguments, **keywords)
+        _listen_to(made[0])
+        return made
+
+    deepspeed.initialize = initialize_and_listen
+
+
+def _listen_to(engine: Any) -> None:
+    recorder, optimizer = current_recorder(), engine.optimizer
+    if recorder is None or optimizer is None or isinstance(optimizer, Optimizer):
+        return  # a torch optimizer calls the hooks itself
+    recorder.saw_engine(engine.module)
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def recorded(*arguments: Any, **keywords: Any) -> Any:
+        # The inner optimizer has the partitions of this rank. The wrapper may call its step once
+        # for each group, and changes its groups while it does: the whole is one step.
+        inner = getattr(optimizer, "optimizer", optimizer)
+        recorder.before_step(optimizer, inner)
+        done = step(*arguments, **keywords)
+        recorder.after_step(optimizer, inner, is_skipped=getattr(optimizer, "overflow", False))
+        return done
+
+    optimizer.step = recorded

@@ -11,12 +11,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from resumekit.recorder.alignment import Origin, Position, align
-from resumekit.recorder.batches import BatchRecord
-from resumekit.recorder.digests import value_digest
-from resumekit.recorder.generators import rng_positions
-from resumekit.recorder.modules import Modules
-from resumekit.recorder.optimizers import (
+from resumekit.record.trace import Trace, rng_digests
+from resumekit.recorder.digests import BatchRecord, rng_positions, value_digest
+from resumekit.recorder.launches import Origin, Position, RecorderSettings, align
+from resumekit.recorder.models import (
+    Modules,
     learning_rates,
     parameter_digests,
     parameters_of,
@@ -24,8 +23,6 @@ from resumekit.recorder.optimizers import (
     settings_of,
     state_digests,
 )
-from resumekit.recorder.settings import RecorderSettings
-from resumekit.tracing import Trace, rng_digests
 
 # The process that trains. What it starts belongs to its own work, not to the run.
 TRAINER_VARIABLE = "RESUMEKIT_RECORDED_PROCESS"

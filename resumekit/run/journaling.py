@@ -12,43 +12,44 @@ import torch
 from resumekit.data import Feed
 from resumekit.distributed import DataRanks, World
 from resumekit.errors import DivergenceError
-from resumekit.journal import (
+from resumekit.log import logger
+from resumekit.record.comparison import (
+    Comparison,
+    Difference,
+    EarlierUse,
+    Used,
+    compared,
+    earlier_use,
+    lineage,
+    sum_over_ranks,
+    worst,
+)
+from resumekit.record.conditions import Header, code_digests, environment, settings_digest
+from resumekit.record.journal import (
     BEGIN,
     DIRECTORY,
     END,
     LOSS,
     SAVE,
-    Comparison,
-    Difference,
-    EarlierUse,
+    SAVED,
+    Event,
     Has,
-    Header,
     JournalFile,
-    LateCopies,
-    RandomStates,
     Record,
-    SampleIds,
-    SaveCost,
-    Used,
-    WeightSamples,
-    code_digests,
-    compared,
-    earlier_use,
-    environment,
     find_attempts,
-    learning_rates_digest,
     limit_earlier,
-    lineage,
     name_of,
     number_of_attempt,
+)
+from resumekit.record.step_values import (
+    LateCopies,
+    RandomStates,
+    SampleIds,
+    WeightSamples,
+    learning_rates_digest,
     plain_loss,
     plain_rates,
-    settings_digest,
-    sum_over_ranks,
-    timed,
-    worst,
 )
-from resumekit.log import logger
 from resumekit.run.components import RunComponents
 from resumekit.run.options import Options
 from resumekit.run.resuming.compatibility import frameworks_in
@@ -139,7 +140,7 @@ class RunJournal:
             limit_earlier(self._directory, header.rank)
             path = self._directory / name_of(number, header.attempt, header.rank)
             self._file = JournalFile(path, header)
-            self._file.append(timed(BEGIN, step).to_bytes())
+            self._file.append(Event.now(BEGIN, step).to_bytes())
         except OSError as error:
             self._switch_off(error)
 
@@ -277,18 +278,15 @@ class RunJournal:
 
     def note_save(self, step: int, *, blocked_seconds: float, background_seconds: float) -> None:
         """Records what the save at a step has cost this rank."""
-        if self._file is not None:
-            cost = SaveCost.record(
-                step, blocked_seconds=blocked_seconds, background_seconds=background_seconds
-            )
-            self._write([cost])
+        self._write_event(SAVED, step, blocked_seconds, background_seconds)
 
     def close(self) -> None:
         """Records what devices have still to deliver, logs the verdict, and closes the file."""
         if self._file is not None:
             for each in self._late:
                 each.wait()
-            self._write([*self._late_records(), timed(END, self._last_step)], may_raise=False)
+            self._write(self._late_records(), may_raise=False)
+            self._write_event(END, self._last_step)
             self._log_verdict()
         self._end()
 
@@ -311,6 +309,13 @@ class RunJournal:
         if self._comparison is not None and not self._is_decided:
             for record in records:
                 self._compare(self._comparison, record, may_raise=may_raise)
+
+    def _write_event(self, kind: int, step: int, *seconds: float) -> None:
+        if self._file is not None:
+            try:
+                self._file.append(Event.now(kind, step, *seconds).to_bytes())
+            except OSError as error:
+                self._switch_off(error)
 
     def _switch_off(self, error: OSError) -> None:
         logger.warning("the journal is off: repeated steps are no longer compared: %s", error)

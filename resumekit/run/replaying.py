@@ -10,7 +10,9 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from resumekit.distributed import World
-from resumekit.journal import DIRECTORY, Comparison, Header, Record, find_attempts, replayed
+from resumekit.record.comparison import Comparison, replayed
+from resumekit.record.conditions import Header
+from resumekit.record.journal import DIRECTORY, Record, find_attempts
 from resumekit.replay_plan import ReplayPlan
 from resumekit.run.options import Options
 

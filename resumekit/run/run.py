@@ -14,8 +14,9 @@ from resumekit.capture import differences, fingerprint, gradient_keys
 from resumekit.capture.ddp_buckets import GradientBuckets
 from resumekit.data import EpochUsage, Feed, epoch_usage, saved_batch_size
 from resumekit.distributed import DataRanks, World
-from resumekit.journal import RandomStates
 from resumekit.log import show_messages
+from resumekit.record.step_values import RandomStates
+from resumekit.record.trace import StateEvent, Trace, injected_components, relocated
 from resumekit.run.agreement import ComponentGroups, Replicas, agreed_data_ranks, described
 from resumekit.run.components import RunComponents
 from resumekit.run.discovery import Discovery
@@ -38,7 +39,6 @@ from resumekit.run.resuming.state_origins import StateOrigins
 from resumekit.run.saving import SaveInFlight, Saver
 from resumekit.state import AfterRng, BeforeSave, Slot, StateComponent, Validation, states_of
 from resumekit.storage import Manifest, StepName, Store, holds_only_weights, lineage_of
-from resumekit.tracing import StateEvent, Trace, injected_components, relocated
 
 # What a run's components may be given as: a list, or, where the objects do not exist yet when the
 # run begins, a function that gives it.

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from resumekit.data import Feed, Source
 from resumekit.errors import LoopError, Preempted
+from resumekit.record.trace import rng_digests
 from resumekit.run.discovery import Discovery
 from resumekit.run.due_saves import DueSaves
 from resumekit.run.progress import LoopOrder, Progress
@@ -15,7 +16,6 @@ from resumekit.run.run import Run
 from resumekit.run.saving import NOTHING
 from resumekit.run.steps_taken import StepsTaken
 from resumekit.state import CaptureLine, Slot
-from resumekit.tracing import rng_digests
 
 # The first steps of a launch: most user code shows in them what it changes.
 _NUM_LOOKED = 2

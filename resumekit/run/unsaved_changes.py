@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from resumekit.capture import Paths, Walk, fingerprints_of
 from resumekit.data import Source
-from resumekit.journal import float32_precisions
+from resumekit.record.conditions import float32_precisions
 from resumekit.run.progress import OwnLoop
 from resumekit.state import CaptureLine, Fidelity
 

@@ -28,7 +28,7 @@ class RunProgress:
 
     def has_stepped_since(self, before: RunProgress) -> bool:
         """Whether an attempt has begun and trained a step."""
-        from resumekit.journal import find_attempts  # loads torch
+        from resumekit.record.journal import find_attempts  # loads torch
 
         new = self.journals - before.journals
         attempts = [each for path in {path.parent for path in new} for each in find_attempts(path)]

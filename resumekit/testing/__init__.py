@@ -23,9 +23,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from resumekit.record.trace import KillPoint
 from resumekit.testing.cells import KILL_POINTS, Cell, kill_points, pairwise
 from resumekit.testing.kit import DEFAULT_PRELOAD, Kit, LaunchResult, Run
-from resumekit.tracing import KillPoint
 
 if TYPE_CHECKING:
     from resumekit.testing.suite import ConformanceSuite

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from resumekit.errors import ConfigurationError
+from resumekit.record.trace import KillPoint
 from resumekit.testing.task import target_of
-from resumekit.tracing import KillPoint
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ from typing import Any
 import torch
 
 from resumekit.errors import CommandTimeoutError
+from resumekit.record.trace import KillPoint
 from resumekit.testing.cells import Cell
 from resumekit.testing.kit import DEFAULT_PRELOAD, Kit, Run
-from resumekit.tracing import KillPoint
 
 PASS, FAIL, NOT_RUN = "PASS", "FAIL", "NOT RUN"
 TRAINING = Path(__file__).with_name("gpu_training.py")

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from resumekit.adapters.torch import Checkpointer
-from resumekit.journal import DIRECTORY, find_attempts
-from resumekit.tracing import TRACE_VARIABLE
+from resumekit.record.journal import DIRECTORY, find_attempts
+from resumekit.record.trace import TRACE_VARIABLE
 
 NUM_SAVES = 40
 _RECORDED = ("gpus", "driver", "cudnn", "torch.backends.cuda.matmul.fp32_precision")  # torch 2.9

@@ -12,18 +12,19 @@ from pathlib import Path
 
 from resumekit.errors import CommandFailedError, CommandTimeoutError
 from resumekit.launcher.processes import tail_of
-from resumekit.prove import Verdict, compare, launch_directory
-from resumekit.testing.cells import Cell
-from resumekit.testing.launchers import ForkServer
-from resumekit.testing.task import Task
-from resumekit.testing.trace_checks import journal_problem, work_of_launch
-from resumekit.tracing import (
+from resumekit.prove import Verdict, compare
+from resumekit.record.moments import launch_directory
+from resumekit.record.trace import (
     INJECT_VARIABLE,
     KILL_VARIABLE,
     RUN_ROOT_VARIABLE,
     TRACE_VARIABLE,
     KillPoint,
 )
+from resumekit.testing.cells import Cell
+from resumekit.testing.launchers import ForkServer
+from resumekit.testing.task import Task
+from resumekit.testing.trace_checks import journal_problem, work_of_launch
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from resumekit.errors import ConfigurationError, MissingDependencyError
+from resumekit.record.trace import KillPoint
 from resumekit.testing.cells import Cell, kill_points, pairwise
 from resumekit.testing.kit import DEFAULT_ENVIRONMENT, DEFAULT_PRELOAD, Kit
 from resumekit.testing.trace_checks import changing_components, wrong_length
-from resumekit.tracing import KillPoint
 
 try:
     import pytest

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from resumekit.journal import DIRECTORY, AttemptVerdict, verdicts
-from resumekit.prove import CHECKPOINT, END, STEP, read_trace, records_of, steps_of
+from resumekit.record.comparison import AttemptVerdict, verdicts
+from resumekit.record.journal import DIRECTORY
+from resumekit.record.moments import CHECKPOINT, END, STEP, read_trace, records_of, steps_of
 from resumekit.storage import MANIFEST
 
 

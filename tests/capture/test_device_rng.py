@@ -22,7 +22,7 @@ import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as register
 from resumekit.capture import RngState
 from resumekit.data.workers import read_states, write_states
-from resumekit.journal import RandomStates
+from resumekit.record.step_values import RandomStates
 
 toy = types.ModuleType("torch.toy")
 toy.generators = [torch.Generator().manual_seed(seed) for seed in range(8)]
@@ -176,9 +176,9 @@ def test_an_accelerator_is_read_and_reported_once_it_is_in_use() -> None:
         ACCELERATOR,
         """
 from resumekit.capture import accelerator_in_use
-from resumekit.recorder.generators import rng_positions
+from resumekit.recorder.digests import rng_positions
 from resumekit.run.randomness import RandomState
-from resumekit.tracing import rng_digests
+from resumekit.record.trace import rng_digests
 
 def seen():
     return [

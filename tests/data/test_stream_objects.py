@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from resumekit.adapters.torch import Checkpointer
 from resumekit.errors import InexactError
-from resumekit.journal import DIRECTORY, verdicts
+from resumekit.record.comparison import verdicts
+from resumekit.record.journal import DIRECTORY
 
 EPOCHS, SIZE, BATCH_SIZE, SAVE_EVERY = 4, 8, 2, 3
 NUM_STEPS = EPOCHS * SIZE // BATCH_SIZE

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resumekit.diff import ElementDifferences
-from resumekit.diff.elements import are_comparable, compare_elements
+from resumekit.diff.tensors import are_comparable, compare_elements
 from resumekit.serialization import element_type
 from resumekit.serialization.leaves import ELEMENT_TYPES
 

@@ -17,17 +17,16 @@ from resumekit.html_report import (
     comparison_page,
     diff_page,
     find_browser,
-    of_prove,
     read_run,
     replay_page,
     run_page,
     take_screenshot,
 )
 from resumekit.html_report.screenshot import ScreenshotError, browse
-from resumekit.journal import DIRECTORY, find_attempts
 from resumekit.prove import prove
+from resumekit.record.journal import DIRECTORY, find_attempts
 from resumekit.replay import CheckpointResult, ReplayResult
-from resumekit.replay.comparing import compare_rank
+from resumekit.replay.result import compare_rank
 from resumekit.storage import StepName, Store
 
 Train = Callable[..., None]
@@ -59,7 +58,7 @@ def comparison(tmp_path: Path) -> Path:
     """The page of a proof whose resume leaves one component out."""
     result = prove(JOB, at=("step:5",), inject="model", keep=tmp_path / "kept")
     file = tmp_path / "prove.html"
-    file.write_text(comparison_page(of_prove(result, tmp_path / "kept")), encoding="utf-8")
+    file.write_text(comparison_page(result, tmp_path / "kept"), encoding="utf-8")
     return file
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from resumekit.prove import read_trace
 from resumekit.prove.causes import Cause, find_causes
-from resumekit.prove.recordings import Moment, Recording, of_trace
+from resumekit.record.moments import Moment, Recording, of_trace, read_trace
 
 SCRIPT = Path(__file__).parent / "scripts" / "recorded_faults.py"
 
@@ -79,9 +78,9 @@ def test_the_rest_of_a_step_is_compared_with_its_last_micro_steps(
         )
         for step in (1, 2)
     )
-    facts = {"is_rest": True, "by": "weights"}
+    fields = {"is_rest": True, "by": "weights"}
     parts = {"data": {"samples": "2b"}, "loss": {"": loss}}
-    rest = Moment("step", 2, parts, ("loss",), facts=facts)
+    rest = Moment("step", 2, parts, ("loss",), fields=fields)
     judged = Recording({0: (first,), 1: (rest,)})
     found = find_causes(Recording({0: (first, second)}), judged)
     assert [each.cause for each in found] == causes

@@ -11,7 +11,7 @@ import pytest
 
 from resumekit.cli import main
 from resumekit.errors import TraceError
-from resumekit.html_report import comparison_page, of_prove
+from resumekit.html_report import comparison_page
 from resumekit.prove import prove
 
 TINY_JOB = Path(__file__).parents[1] / "prove" / "scripts" / "tiny_job.py"
@@ -75,11 +75,11 @@ def test_the_runs_stay_where_the_user_keeps_them(run_prove: Prove, tmp_path: Pat
 def test_without_a_trace_there_is_an_error_and_no_page(tmp_path: Path) -> None:
     result = prove(JOB, at=("step:5",))
     with pytest.raises(TraceError, match="no trace"):
-        of_prove(result, tmp_path)
+        comparison_page(result, tmp_path)
 
 
 def test_a_page_is_small_and_names_no_address(tmp_path: Path) -> None:
     result = prove(JOB, at=("step:5",), keep=tmp_path)
-    page = comparison_page(of_prove(result, tmp_path))
+    page = comparison_page(result, tmp_path)
     assert len(page) < 100_000
     assert set(re.findall(r"https?://[^\"' ]+", page)) == {"http://www.w3.org/2000/svg"}

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from resumekit.html_report.journal_recordings import of_replay
-from resumekit.journal import LOSS, Has, Record
 from resumekit.prove.causes import Cause, find_causes
+from resumekit.record.journal import LOSS, Has, Record
+from resumekit.record.moments import of_replay
 
 BATCHES, LAST, BEGIN = 6, 24, 8
 ALL = Has.IDS | Has.COUNT | Has.RNG | Has.LR | Has.LOSS

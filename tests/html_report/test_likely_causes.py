@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 
-from resumekit.prove import read_trace
 from resumekit.prove.causes import Cause, Finding, find_causes
-from resumekit.prove.recordings import Launch, Moment, Recording, of_trace
+from resumekit.record.moments import Launch, Moment, Recording, of_trace, read_trace
 
 BATCHES, EPOCHS, SAVE_EVERY = 6, 4, 4
 LAST = BATCHES * EPOCHS

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from resumekit.journal import LOSS, SAVE, WEIGHTS, Comparison, Has, Header, Record, replayed, worst
+from resumekit.record.comparison import Comparison, replayed, worst
+from resumekit.record.conditions import Header
+from resumekit.record.journal import LOSS, SAVE, WEIGHTS, Has, Record
 
 CPU = {"device": "cpu", "threads": 2, "deterministic": False, "torch": "2.13"}
 GPU = {**CPU, "device": "cuda (X)"}

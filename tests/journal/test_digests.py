@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from resumekit.journal import RandomStates, SampleIds, learning_rates_digest, plain_rates
+from resumekit.record.step_values import RandomStates, SampleIds, learning_rates_digest, plain_rates
 
 
 def ids_of(*batches: Any) -> SampleIds:

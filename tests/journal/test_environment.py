@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from resumekit.journal.records import environment, gpu_settings
+from resumekit.record.conditions import environment, gpu_settings
 from resumekit.run.unsaved_changes import ProcessSettings
 from resumekit.state import Fidelity
 

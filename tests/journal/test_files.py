@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from resumekit.journal import (
+from resumekit.record.conditions import Header
+from resumekit.record.journal import (
+    RECORD_BYTES,
     Has,
-    Header,
     JournalFile,
     Record,
     find_attempts,
     limit_earlier,
     name_of,
     number_of_attempt,
+    thin,
 )
-from resumekit.journal.files import thin
-from resumekit.journal.records import RECORD_BYTES
 
 HEADER = Header("run", "a" * 32, 1, 0, 1, 0, True, ("aaaaaaaa",), None, {"horizon": {"steps": 9}})
 

@@ -19,19 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit.adapters.torch import Checkpointer
 from resumekit.errors import DivergenceError
-from resumekit.journal import (
-    BEGIN,
-    END,
-    LOSS,
-    SAVE,
-    SAVED,
-    STEP,
-    Has,
-    SaveCost,
-    find_attempts,
-    verdicts,
-)
-from resumekit.tracing import INJECT_VARIABLE
+from resumekit.record.comparison import verdicts
+from resumekit.record.journal import BEGIN, END, LOSS, SAVE, SAVED, STEP, Has, find_attempts
+from resumekit.record.trace import INJECT_VARIABLE
 
 NEWEST = "step-00000008"
 
@@ -306,20 +296,19 @@ def test_begin_end_and_the_cost_of_each_save_are_recorded_for_reports(tmp_path: 
     before = time.time()
     train(tmp_path, until=9)
     (attempt,) = find_attempts(tmp_path / "journal")
-    records = attempt.records()
-    times = [one for one in records if one.kind in (BEGIN, END)]
+    times = [one for one in attempt.events() if one.kind in (BEGIN, END)]
     assert [(one.kind, one.step) for one in times] == [(BEGIN, 1), (END, 9)]
-    costs = [SaveCost.of(one) for one in records if one.kind == SAVED]
+    costs = [one for one in attempt.events() if one.kind == SAVED]
     assert [cost.step for cost in costs] == [4, 8]
     assert all(0 < cost.blocked_seconds < 60 for cost in costs)
     assert [cost.background_seconds for cost in costs] == [0, 0]
-    moments = [times[0].samples / 1e9, *(cost.time for cost in costs), times[1].samples / 1e9]
+    moments = [each.time for each in (times[0], *costs, times[1])]
     assert [before, *moments] == sorted([before, *moments])
 
 
 def test_a_background_save_is_recorded_with_the_time_of_the_one_before(tmp_path: Path) -> None:
     train(tmp_path, async_save=True)
     (attempt,) = find_attempts(tmp_path / "journal")
-    costs = [SaveCost.of(one) for one in attempt.records() if one.kind == SAVED]
+    costs = [one for one in attempt.events() if one.kind == SAVED]
     assert [cost.step for cost in costs] == [4, 8, 12]
     assert [cost.background_seconds > 0 for cost in costs] == [False, True, True]

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from resumekit.adapters.torch import Checkpointer
-from resumekit.journal import Record, WeightSamples, verdicts
+from resumekit.record.comparison import verdicts
+from resumekit.record.journal import Record
+from resumekit.record.step_values import WeightSamples
 
 
 def optimizer_of(*tensors: torch.Tensor) -> torch.optim.Optimizer:

@@ -18,7 +18,7 @@ from resumekit.prove.attaching import (
     require_save,
     steps_to_interrupt,
 )
-from resumekit.prove.trace_records import CHECKPOINT, STEP, Attempt, Record
+from resumekit.record.moments import CHECKPOINT, STEP, Moment, TracedProcess
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -109,7 +109,7 @@ def test_random_kills_fall_from_the_first_save_on() -> None:
 
 
 def test_a_kill_before_the_first_checkpoint_is_no_proof() -> None:
-    step, saved = Record(STEP, 4, 0, {}), Record(CHECKPOINT, 4, 0, {})
-    require_save([Attempt(0, 0, (step, saved))], "job")
+    step, saved = Moment(STEP, 4), Moment(CHECKPOINT, 4)
+    require_save([TracedProcess(0, 0, (step, saved))], "job")
     with pytest.raises(ProveError, match="killed before its first checkpoint"):
-        require_save([Attempt(0, 0, (step,))], "job")
+        require_save([TracedProcess(0, 0, (step,))], "job")

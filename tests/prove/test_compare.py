@@ -10,7 +10,7 @@ import pytest
 
 from resumekit.errors import TraceError
 from resumekit.prove import compare
-from resumekit.prove.trace_records import TraceTail, read_trace
+from resumekit.record.moments import TraceTail, read_trace
 
 STATE = {"model": {"0.weight": "aa", "0.bias": "bb"}, "optimizer": {"0.weight.exp_avg": "cc"}}
 

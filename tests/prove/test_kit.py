@@ -15,8 +15,8 @@ import pytest
 import resumekit
 from resumekit.errors import CommandFailedError, CommandTimeoutError, ConfigurationError
 from resumekit.launcher.processes import is_running
+from resumekit.record.trace import INJECT_VARIABLE
 from resumekit.testing import DEFAULT_PRELOAD, Cell, KillPoint, Kit
-from resumekit.tracing import INJECT_VARIABLE
 
 TRAIN = f"{Path(__file__).parent / 'scripts' / 'plain_training.py'}:train"
 MID_RUN = (KillPoint.step(7), KillPoint.step(13))

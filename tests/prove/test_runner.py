@@ -24,9 +24,9 @@ from resumekit.errors import (
 )
 from resumekit.launcher.processes import is_running
 from resumekit.prove import Outcome, ProveResult, prove
-from resumekit.prove.command import prepared
 from resumekit.prove.kills import kill_instants
 from resumekit.prove.report import print_result
+from resumekit.prove.workspaces import prepared
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PLAIN = (sys.executable, str(SCRIPTS / "plain_training.py"), "{dir}")

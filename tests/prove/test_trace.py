@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from resumekit.errors import ConfigurationError
-from resumekit.prove.trace_records import read_trace
-from resumekit.tracing import KILL_VARIABLE, TRACE_VARIABLE, Trace, rng_digests, trace
+from resumekit.record.moments import read_trace
+from resumekit.record.trace import KILL_VARIABLE, TRACE_VARIABLE, Trace, rng_digests, trace
 
 
 def records_of(directory: Path, rank: int = 0) -> list[dict[str, Any]]:

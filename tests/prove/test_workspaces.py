@@ -10,8 +10,7 @@ import pytest
 
 from resumekit.errors import ConfigurationError
 from resumekit.prove import Outcome, prove, workspaces
-from resumekit.prove.stock_checkpoints import stock_checkpoints, with_latest
-from resumekit.prove.workspaces import copy_workspace, workspace_of
+from resumekit.prove.workspaces import copy_workspace, stock_checkpoints, with_latest, workspace_of
 
 SCRIPT = Path(__file__).parent / "scripts" / "unchanged_training.py"
 

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from resumekit.prove import Attempt, Record
-from resumekit.prove.recording import failure_of_recorder, read_records, recorded_environment
-from resumekit.prove.trace_records import STEP, records_of
+from resumekit.prove.execution import failure_of_recorder, recorded_environment
+from resumekit.record.moments import STEP, Moment, TracedProcess, find_trace, records_of
 from resumekit.recorder import RecorderSettings
 from resumekit.testing import DEFAULT_PRELOAD
 from resumekit.testing.launchers import ForkServer
@@ -59,9 +58,9 @@ def record(server: ForkServer, tmp_path: Path) -> Callable[..., str]:
     return record
 
 
-def steps_in(records: Path) -> list[Record]:
-    (attempts,) = read_records(records).values()
-    assert all(isinstance(attempt, Attempt) for attempt in attempts)
+def steps_in(records: Path) -> list[Moment]:
+    (attempts,) = find_trace(records).values()
+    assert all(isinstance(attempt, TracedProcess) for attempt in attempts)
     return list(records_of(attempts, STEP))
 
 
@@ -89,7 +88,7 @@ def test_a_recorded_run_is_the_unrecorded_one_and_every_step_is_in_its_records(
     assert "optimizer/1" in second.components
     averages = [step.components["modules/AveragedModel"]["n_averaged"] for step in steps[::2]]
     assert len(set(averages)) > 3
-    assert {"python", "numpy", "torch"} <= first.rng.keys()
+    assert {"python", "numpy", "torch"} <= first.parts["rng"].keys()
 
 
 def test_the_batch_of_a_model_is_recorded_whose_wrapper_is_in_evaluation(
@@ -180,6 +179,6 @@ def test_a_script_that_a_training_process_starts_is_not_recorded(
     other = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {training + step!r}])\n"
     program = training + step + other + step if is_nested else training + other + step
     run(["-c", program], tmp_path / "records")
-    (attempts,) = read_records(tmp_path / "records").values()
+    (attempts,) = find_trace(tmp_path / "records").values()
     assert len(attempts) == (1 if is_nested else 2)
     assert len(list(records_of(attempts, STEP))) == 2

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from resumekit.prove import launch_directory
+from resumekit.record.moments import launch_directory
 from resumekit.testing.trace_checks import changing_components, work_of_launch, wrong_length
 
 

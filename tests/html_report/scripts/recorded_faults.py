@@ -19,8 +19,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
-from resumekit.prove import launch_directory
-from resumekit.prove.recording import write_positions
+from resumekit.prove.execution import write_positions
+from resumekit.record.moments import launch_directory
 from resumekit.recorder import RecorderSettings
 from resumekit.recorder.recorder import Recorder
 

@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from resumekit.capture import NumpyState, PythonState, generator_state, read_devices
-from resumekit.journal.records import WEIGHTS, Record
+from resumekit.record.journal import WEIGHTS, Record
 from resumekit.serialization import local_part, state_digest
 
 _MASK = 2**64 - 1

@@ -12,15 +12,149 @@ from __future__ import annotations
 import os
 import re
 import struct
+import time
 import zlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from resumekit.journal.records import RECORD_BYTES, SAVE, Header, Record, as_array, valid_records
+from resumekit.record.conditions import Header
+
+RECORD_BYTES = 96
+
+# Kinds of records.
+STEP = 1  # an optimizer step
+SAVE = 2  # the random state at a safe point that saves; ``num_samples`` is the micro-step
+LOSS = 3  # the loss of an earlier step, which its device had not computed in time
+WEIGHTS = 7  # after a step: ``ids`` is a digest of ``num_samples`` elements, see WeightSamples
+# Kinds of events.
+BEGIN = 4  # the attempt records its first step
+SAVED = 5  # training continues after a save
+END = 6  # the process has closed the run; a killed one has no such event
+EVENTS = (BEGIN, SAVED, END)
+
+
+class Has(IntEnum):
+    """The fields of a record that hold a value; bits, combined as plain integers."""
+
+    IDS = 1  # ids, ids_sum and num_samples
+    COUNT = 2  # num_samples
+    RNG = 4  # rng_torch and rng_host
+    DEVICE_RNG = 8
+    LR = 16  # lr and lr_digest
+    LOSS = 32
+
+
+class Record(NamedTuple):
+    """What is compared of a step.
+
+    Args:
+        step: the optimizer step, counted from 1 over all attempts.
+        samples: of the run so far, over the data-parallel ranks; between saves an estimate.
+        ids: digest of the sample ids of this step on this rank, in their order.
+        ids_sum: sum of a hash of each id modulo 2**64; it does not depend on the order, so the
+            sums of the data-parallel ranks can be added.
+        rng_torch: digest of torch's CPU random state.
+        rng_host: digest of the states of Python's and NumPy's global generators and of the
+            generators that the user named.
+        rng_devices: digest of the random states of the accelerator's devices, the current first.
+        lr_digest: digest of the learning rates of all param groups.
+        lr: the learning rate of the first param group.
+        loss: the loss that was given to ``step()``.
+        epoch: counted from 0.
+        num_samples: the samples of this step on this rank.
+        has: which fields hold a value.
+        kind: ``STEP``, ``SAVE``, ``LOSS`` or ``WEIGHTS``.
+    """
+
+    step: int
+    samples: int = 0
+    ids: int = 0
+    ids_sum: int = 0
+    rng_torch: int = 0
+    rng_host: int = 0
+    rng_devices: int = 0
+    lr_digest: int = 0
+    lr: float = 0.0
+    loss: float = 0.0
+    epoch: int = 0
+    num_samples: int = 0
+    has: int = 0
+    kind: int = STEP
+
+    def to_bytes(self) -> bytes:
+        """The record as it is in the file."""
+        body = _BODY.pack(*self)
+        return body + _CHECKSUM.pack(zlib.crc32(body))
+
+
+class Event(NamedTuple):
+    """When an attempt began, saved or ended; for reports only, never compared.
+
+    Args:
+        kind: ``BEGIN``, ``SAVED`` or ``END``.
+        step: the optimizer step.
+        time_ns: the Unix time; of a save, when training continued.
+        blocked_seconds: how long training stood still for the save.
+        background_seconds: how long the last background save before was written while training ran.
+    """
+
+    kind: int
+    step: int
+    time_ns: int
+    blocked_seconds: float = 0.0
+    background_seconds: float = 0.0
+
+    @classmethod
+    def now(cls, kind: int, step: int, *seconds: float) -> Event:
+        """The event at the present time; of a save with both durations."""
+        return cls(kind, step, time.time_ns(), *seconds)
+
+    @property
+    def time(self) -> float:
+        """The Unix time in seconds."""
+        return self.time_ns / 1e9
+
+    def to_bytes(self) -> bytes:
+        """The event in the bytes of a record."""
+        kind, step, time_ns, *seconds = self
+        body = _BODY.pack(step, time_ns, 0, 0, 0, 0, 0, 0, *seconds, 0, 0, 0, kind)
+        return body + _CHECKSUM.pack(zlib.crc32(body))
+
+
+_BODY = struct.Struct("<8Q2d2I2H")
+_CHECKSUM = struct.Struct("<I")
+_BODY_BYTES = _BODY.size
+assert _BODY_BYTES + _CHECKSUM.size == RECORD_BYTES
+
+_DTYPE = np.dtype(
+    [(name, "<f8" if name in ("lr", "loss") else "<u8") for name in Record._fields[:10]]
+    + [("epoch", "<u4"), ("num_samples", "<u4"), ("has", "<u2"), ("kind", "<u2"), ("crc", "<u4")]
+)
+assert _DTYPE.itemsize == RECORD_BYTES
+
+
+def as_array(data: bytes) -> NDArray[Any]:
+    """The records in a part of a file as a structured array; a torn last record is left out."""
+    whole = len(data) // RECORD_BYTES
+    return np.frombuffer(data, dtype=_DTYPE, count=whole)
+
+
+def valid_bodies(rows: NDArray[Any]) -> Iterator[tuple[Any, ...]]:
+    """The fields of the records whose checksum is right, in their order."""
+    for row in rows:
+        data = row.tobytes()
+        body, checksum = data[:_BODY_BYTES], data[_BODY_BYTES:]
+        if _CHECKSUM.unpack(checksum)[0] == zlib.crc32(body):
+            yield _BODY.unpack(body)
+
+
+# ---------------------------------------------------------------- files
 
 DIRECTORY = "journal"
 
@@ -107,7 +241,30 @@ class Attempt:
             OSError: the file cannot be read.
         """
         _, rows = _divided(self.path)
-        return valid_records(rows[rows["step"] > after])
+        is_record = (rows["step"] > after) & ~np.isin(rows["kind"], EVENTS)
+        return [Record(*fields) for fields in valid_bodies(rows[is_record])]
+
+    def events(self) -> list[Event]:
+        """The valid events, in the order in which they were written.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        _, rows = _divided(self.path)
+        bodies = valid_bodies(rows[np.isin(rows["kind"], EVENTS)])
+        return [Event(each[-1], *each[:2], *each[8:10]) for each in bodies]
+
+
+def latest_steps(records: Iterable[Record]) -> dict[int, Record]:
+    """The latest record of each step, ascending, with its loss where that came in a later one."""
+    found: dict[int, Record] = {}
+    for record in records:
+        if record.kind == STEP:
+            found[record.step] = record
+        elif record.kind == LOSS and record.step in found:
+            step = found[record.step]
+            found[record.step] = step._replace(loss=record.loss, has=step.has | Has.LOSS)
+    return dict(sorted(found.items()))
 
 
 def name_of(number: int, attempt: str, rank: int) -> str:

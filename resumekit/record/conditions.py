@@ -1,4 +1,4 @@
-"""The header and the fixed-size records of a journal file."""
+"""The conditions of an attempt: what two of them must have in common to be comparable."""
 
 from __future__ import annotations
 
@@ -6,155 +6,21 @@ import json
 import os
 import platform
 import re
-import struct
 import sys
-import time
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from enum import IntEnum
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
-from numpy.typing import NDArray
 
 from resumekit.version import __version__
-
-RECORD_BYTES = 96
-
-# Kinds of records.
-STEP = 1  # an optimizer step
-SAVE = 2  # the random state at a safe point that saves; ``num_samples`` is the micro-step
-LOSS = 3  # the loss of an earlier step, which its device had not computed in time
-# For reports only, never compared: ``samples`` is the Unix time in nanoseconds.
-BEGIN = 4  # the attempt records its first step
-SAVED = 5  # training continues after a save; ``lr`` and ``loss`` are seconds, see ``SaveCost``
-END = 6  # the process has closed the run; a killed one has no such record
-# Compared again.
-WEIGHTS = 7  # after a step: ``ids`` is a digest of ``num_samples`` elements, see WeightSamples
-
-
-class Has(IntEnum):
-    """The fields of a record that hold a value; bits, combined as plain integers."""
-
-    IDS = 1  # ids, ids_sum and num_samples
-    COUNT = 2  # num_samples
-    RNG = 4  # rng_torch and rng_host
-    DEVICE_RNG = 8
-    LR = 16  # lr and lr_digest
-    LOSS = 32
-
-
-class Record(NamedTuple):
-    """One record.
-
-    Args:
-        step: the optimizer step, counted from 1 over all attempts.
-        samples: of the run so far, over the data-parallel ranks; between saves an estimate.
-        ids: digest of the sample ids of this step on this rank, in their order.
-        ids_sum: sum of a hash of each id modulo 2**64; it does not depend on the order, so the
-            sums of the data-parallel ranks can be added.
-        rng_torch: digest of torch's CPU random state.
-        rng_host: digest of the states of Python's and NumPy's global generators and of the
-            generators that the user named.
-        rng_devices: digest of the random states of the accelerator's devices, the current first.
-        lr_digest: digest of the learning rates of all param groups.
-        lr: the learning rate of the first param group.
-        loss: the loss that was given to ``step()``.
-        epoch: counted from 0.
-        num_samples: the samples of this step on this rank.
-        has: which fields hold a value.
-        kind: ``STEP``, ``SAVE``, ``LOSS``, ``BEGIN``, ``SAVED``, ``END`` or ``WEIGHTS``.
-    """
-
-    step: int
-    samples: int = 0
-    ids: int = 0
-    ids_sum: int = 0
-    rng_torch: int = 0
-    rng_host: int = 0
-    rng_devices: int = 0
-    lr_digest: int = 0
-    lr: float = 0.0
-    loss: float = 0.0
-    epoch: int = 0
-    num_samples: int = 0
-    has: int = 0
-    kind: int = STEP
-
-    def to_bytes(self) -> bytes:
-        """The record as it is in the file."""
-        body = _BODY.pack(*self)
-        return body + _CHECKSUM.pack(zlib.crc32(body))
-
-
-def timed(kind: int, step: int, *, lr: float = 0.0, loss: float = 0.0) -> Record:
-    """A record of the present time."""
-    return Record(step, samples=time.time_ns(), lr=lr, loss=loss, kind=kind)
-
-
-@dataclass(frozen=True)
-class SaveCost:
-    """What a save cost on one rank.
-
-    Args:
-        step: that was saved.
-        time: when training continued, in Unix seconds.
-        blocked_seconds: how long training stood still.
-        background_seconds: how long the last background save before was written while training ran.
-    """
-
-    step: int
-    time: float
-    blocked_seconds: float
-    background_seconds: float
-
-    @classmethod
-    def of(cls, record: Record) -> SaveCost:
-        """The cost in a record of the kind ``SAVED``."""
-        return cls(record.step, record.samples / 1e9, record.lr, record.loss)
-
-    @classmethod
-    def record(cls, step: int, *, blocked_seconds: float, background_seconds: float) -> Record:
-        """The record of a save that has just returned."""
-        return timed(SAVED, step, lr=blocked_seconds, loss=background_seconds)
-
-
-_BODY = struct.Struct("<8Q2d2I2H")
-_CHECKSUM = struct.Struct("<I")
-_BODY_BYTES = _BODY.size
-assert _BODY_BYTES + _CHECKSUM.size == RECORD_BYTES
-
-_DTYPE = np.dtype(
-    [(name, "<f8" if name in ("lr", "loss") else "<u8") for name in Record._fields[:10]]
-    + [("epoch", "<u4"), ("num_samples", "<u4"), ("has", "<u2"), ("kind", "<u2"), ("crc", "<u4")]
-)
-assert _DTYPE.itemsize == RECORD_BYTES
-
-
-def as_array(data: bytes) -> NDArray[Any]:
-    """The records in a part of a file as a structured array; a torn last record is left out."""
-    whole = len(data) // RECORD_BYTES
-    return np.frombuffer(data, dtype=_DTYPE, count=whole)
-
-
-def valid_records(rows: NDArray[Any]) -> list[Record]:
-    """The records whose checksum is right, in their order."""
-    found = []
-    for row in rows:
-        data = row.tobytes()
-        body, checksum = data[:_BODY_BYTES], data[_BODY_BYTES:]
-        if _CHECKSUM.unpack(checksum)[0] == zlib.crc32(body):
-            found.append(Record(*_BODY.unpack(body)))
-    return found
-
 
 FORMAT = "resumekit journal"
 FORMAT_VERSION = 1
@@ -241,12 +107,12 @@ def changes(then: Header, now: Header) -> tuple[str, ...]:
     found = []
     if then.world_size != now.world_size:
         found.append(f"{WORLD_SIZE} {then.world_size} -> {now.world_size}")
-    if _differ(then.geometry, now.geometry):
+    if changed_values(then.geometry, now.geometry):
         found.append(GEOMETRY)
-    found += [f"{OPTION} {name}" for name in _differ(then.options, now.options)]
+    found += [f"{OPTION} {name}" for name, *_ in changed_values(then.options, now.options)]
     if now.excluded:
         found.append(f"{', '.join(now.excluded)} not restored")
-    code = _differ(then.code, now.code)
+    code = [name for name, *_ in changed_values(then.code, now.code)]
     found += [name if name == COMMAND else f"source of {name}" for name in code]
     return tuple(found)
 
@@ -264,10 +130,10 @@ def divides_otherwise(then: Header, now: Header) -> bool:
 
 def loss_is_comparable(then: Header, now: Header) -> str:
     """Why a difference in the loss alone proves nothing; empty if it does prove something."""
-    different = _differ(then.environment, now.environment)
+    different = changed_values(then.environment, now.environment)
     if different:
-        name = different[0]
-        return f"{name} {then.environment.get(name)} -> {now.environment.get(name)}"
+        name, before, after = different[0]
+        return f"{name} {before} -> {after}"
     is_cpu = str(now.environment.get("device")) == "cpu"
     if not (is_cpu or now.environment.get("deterministic")):
         return "this device repeats bits only with torch.use_deterministic_algorithms(True)"
@@ -283,13 +149,14 @@ def same_device(then: Header, now: Header) -> bool:
     return all(then.environment.get(name) == now.environment.get(name) for name in names)
 
 
-def _differ(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The names on both sides whose values differ.
+def changed_values(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """The names on both sides whose values differ, with both values.
 
     A name on one side only is no difference: loaders and source files that the former attempt had
     opened by its first step may come later in one that resumed elsewhere in the loop.
     """
-    return [name for name in then if name in now and then[name] != now[name]]
+    common = ((name, then[name], now[name]) for name in then if name in now)
+    return [each for each in common if each[1] != each[2]]
 
 
 # ---------------------------------------------------------------- conditions of an attempt

@@ -8,22 +8,27 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from resumekit.journal.files import DIRECTORY, Attempt, find_attempts
-from resumekit.journal.records import (
+from resumekit.record.conditions import (
     CHANGED_BETWEEN,
     GPUS,
-    LOSS,
-    SAVE,
-    STEP,
-    WEIGHTS,
-    Has,
     Header,
-    Record,
     changes,
     divides_otherwise,
     loss_is_comparable,
     may_be_without_effect,
     same_device,
+)
+from resumekit.record.journal import (
+    DIRECTORY,
+    LOSS,
+    SAVE,
+    STEP,
+    WEIGHTS,
+    Attempt,
+    Has,
+    Record,
+    find_attempts,
+    latest_steps,
 )
 
 Word = Literal["identical", "different", "not comparable", "nothing repeated"]
@@ -65,7 +70,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepsVerdict:
     """What the comparison of the repeated steps of an attempt came to.
 
     Args:
@@ -190,6 +195,12 @@ class Comparison:
             return self.difference
         return None
 
+    def add_all(self, records: Iterable[Record]) -> Comparison:
+        """This comparison, after all these records."""
+        for record in records:
+            self.add(record)
+        return self
+
     def _of_first_step(self, record: Record) -> Difference | None:
         """The step count is the checkpoint's, whatever else has changed since."""
         before = self._now.resumed_step
@@ -242,12 +253,12 @@ class Comparison:
                 yield WEIGHT_SAMPLES, _short(then.ids), _short(now.ids)
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> StepsVerdict:
         """The verdict on the steps that were compared so far."""
         if self.difference is not None:
-            return Verdict("different", self._num_steps, str(self.difference))
+            return StepsVerdict("different", self._num_steps, str(self.difference))
         if not self._num_steps:
-            return Verdict("nothing repeated")
+            return StepsVerdict("nothing repeated")
         loss = ""
         if self._loss_obstacle:
             what = (
@@ -257,10 +268,10 @@ class Comparison:
         model = self._now.fed_by
         fed = f"a stream uses {model}, which training changes" if model else ""
         if self._obstacle or fed:
-            return Verdict("not comparable", self._num_steps, self._obstacle or fed, loss)
+            return StepsVerdict("not comparable", self._num_steps, self._obstacle or fed, loss)
         missing = [each for each in (SAMPLE_IDS, WEIGHT_SAMPLES) if each not in self._compared]
         reason = f"{' and '.join(missing)} not compared" if missing else ""
-        return Verdict("identical", self._num_steps, reason, loss)
+        return StepsVerdict("identical", self._num_steps, reason, loss)
 
 
 def _changes(then: Header, now: Header) -> tuple[str, ...]:
@@ -319,7 +330,7 @@ class AttemptVerdict:
     """
 
     header: Header
-    verdict: Verdict
+    verdict: StepsVerdict
 
 
 def verdicts(directory: Path) -> Iterator[AttemptVerdict]:
@@ -334,9 +345,7 @@ def verdicts(directory: Path) -> Iterator[AttemptVerdict]:
     seen: list[Attempt] = []
     for attempt in find_attempts(directory):
         if attempt.header.resumed_step is not None:
-            comparison = compared(attempt.header, seen)
-            for record in attempt.records():
-                comparison.add(record)
+            comparison = compared(attempt.header, seen).add_all(attempt.records())
             yield AttemptVerdict(attempt.header, comparison.verdict)
         seen.append(attempt)
 
@@ -447,15 +456,11 @@ def earlier_use(now: Header, earlier: Sequence[Attempt]) -> EarlierUse:
         if not changes(then, now):
             break
         first = [each for each in files if each.header.writes_share]
-        steps = [_steps(each, after=now.resumed_step or 0) for each in first]
+        after = now.resumed_step or 0
+        steps = [latest_steps(each.records(after=after)) for each in first]
         if len(files) == then.world_size and steps and all(steps):
             return EarlierUse(_added_up(steps), divides_otherwise(then, now))
     return EarlierUse()
-
-
-def _steps(attempt: Attempt, *, after: int) -> dict[int, Record]:
-    records = [each for each in attempt.records(after=after) if each.kind == STEP]
-    return {each.step: each for each in records}
 
 
 def _added_up(ranks: Sequence[dict[int, Record]]) -> dict[int, int]:

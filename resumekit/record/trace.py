@@ -1,7 +1,7 @@
 """The trace: what a training process did, step by step, written when an environment variable asks.
 
 ``RESUMEKIT_TRACE=<directory>`` switches it on; each process then appends JSON lines to a file of
-its own. ``resumekit.prove.trace_records`` reads them, ``resumekit.prove.comparison`` judges them.
+its own. ``resumekit.record.moments`` reads them, ``resumekit.prove.comparison`` judges them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""What happened in each step of a run: journal and trace, and the comparison of the steps."""
