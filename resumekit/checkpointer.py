@@ -20,7 +20,7 @@ from resumekit.run import (
     OptionKeywords,
     Options,
     ResumeReport,
-    Run,
+    RunState,
     StepBoundary,
     check_components,
     checked_extras,
@@ -81,7 +81,7 @@ class Checkpointer(StepBoundary):
         **options: Unpack[OptionKeywords],
     ) -> None:
         check_components(components)
-        run = Run(
+        run = RunState(
             run_directory(directory),
             components,
             Options.from_keywords(options),
@@ -115,7 +115,7 @@ class Checkpointer(StepBoundary):
             NoUsableCheckpointError: there are checkpoints, and none can be used.
             StateMismatchError: the checkpoint does not fit the live objects; nothing was changed.
         """
-        return self._run.resume()
+        return self._resume()
 
     def epochs(self, num_epochs: int) -> Epochs:
         """The absolute numbers of the epochs still to be trained. Collective.
@@ -203,14 +203,8 @@ class Checkpointer(StepBoundary):
                 found="'gradients', in a loop that a framework runs",
                 expected="'boundary'",
             )
-        self._run.let_framework_drive()
-        self._run.find()
-        had_finished = self.finished is not None
         asked = {"epochs": epochs, "steps": steps}
-        horizon = {unit: n for unit, n in asked.items() if n is not None}
-        if horizon:
-            self._run.accept_horizon(horizon)
-        return FrameworkLoop(self, had_finished=had_finished)
+        return FrameworkLoop(self, {unit: n for unit, n in asked.items() if n is not None})
 
     def step(self, *, tokens: int = 0, **values: Any) -> None:
         """Marks one optimizer-step boundary; a save that is due follows at the safe point.
@@ -261,7 +255,7 @@ class Checkpointer(StepBoundary):
         """
         self._saves.request()
         if self._loop is None:
-            self._run.resume()
+            self._resume()
             self._saves.make()
 
     def wait(self) -> None:

@@ -151,7 +151,7 @@ def test_training_continues_while_a_checkpoint_of_its_safe_point_is_written(
             gate.opened.clear()
         elif step == 5:  # the save is two steps old, and everything has changed since
             assert training.saved() == []
-            training.checkpointer._run._fingerprint["changed"] = "later"
+            training.checkpointer._run.running.agreed.fingerprint["changed"] = "later"
             gate.opened.set()
             training.checkpointer.wait()
             assert training.saved() == [3]

@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit.adapters.torch import Checkpointer
 from resumekit.errors import IncompleteLoadError, InexactError, StateMismatchError
-from resumekit.run import Run
 from resumekit.run.resuming import restore_again
 from resumekit.run.resuming.loading import Loading
 from resumekit.serialization import state_digest
@@ -255,7 +254,7 @@ def resumed(tmp_path: Path, change: Callable[[Training], None], *crashes: int, *
 @pytest.fixture
 def disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the script changes is not restored again."""
-    monkeypatch.setattr(Run, "restore_again", lambda self: None)
+    monkeypatch.setattr(restore_again.RestoredState, "restore", lambda self: ([], []))
 
 
 @pytest.mark.parametrize(("change", "key"), EVERY)

@@ -19,7 +19,7 @@ from resumekit.run.options import (
 from resumekit.run.progress import Progress
 from resumekit.run.report import ResumeReport
 from resumekit.run.resuming.finder import read_sharded_component
-from resumekit.run.run import Components, Run
+from resumekit.run.run import Components, RunState
 from resumekit.run.step_boundary import StepBoundary
 from resumekit.run.steps_taken import StepsTaken
 
@@ -32,7 +32,7 @@ __all__ = [
     "Options",
     "Progress",
     "ResumeReport",
-    "Run",
+    "RunState",
     "StepBoundary",
     "StepsTaken",
     "check_components",

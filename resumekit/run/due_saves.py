@@ -12,7 +12,8 @@ from contextlib import contextmanager
 
 from resumekit.cadence import parse_cadence
 from resumekit.errors import SaveError
-from resumekit.run.run import Run
+from resumekit.run.run import RunState
+from resumekit.run.save import finish, save
 from resumekit.run.saving import NOTHING, LeaveSignals, RequestExchange, Requests
 
 
@@ -27,7 +28,7 @@ class DueSaves:
         is_ending: saves are synchronous from now on: nothing follows that they could overlap.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunState) -> None:
         self._run = run
         self._cadence = parse_cadence(run.options.save_every, run.options.mtbf)
         self._requests = RequestExchange(run.world)
@@ -113,7 +114,7 @@ class DueSaves:
         run, began = self._run, time.monotonic()
         self._finish()
         with self._tolerated(run.counters.step):
-            run.save(in_background=not self.is_ending)
+            save(run, in_background=not self.is_ending)
             cost = {
                 "blocked_seconds": time.monotonic() - began,
                 "background_seconds": run.in_flight.last_seconds,
@@ -133,7 +134,7 @@ class DueSaves:
 
     def _finish(self) -> None:
         with self._tolerated(self._run.in_flight.step):
-            self._run.finish_save()
+            finish(self._run)
 
     def wait(self) -> None:
         """Waits until the save in flight is durable. Collective.
@@ -142,7 +143,7 @@ class DueSaves:
             SaveError: it has failed.
         """
         self._requests.wait()
-        self._run.finish_save()
+        finish(self._run)
 
     @contextmanager
     def _tolerated(self, step: int | None) -> Iterator[None]:

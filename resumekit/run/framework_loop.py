@@ -13,9 +13,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from resumekit.data import EpochUsage
+from resumekit.run.fetch import restore_random
 from resumekit.run.loops import Batches, Epochs
 from resumekit.run.progress import Progress
 from resumekit.run.report import ResumeReport
+from resumekit.run.resume import accept_horizon, find
 from resumekit.run.step_boundary import StepBoundary
 from resumekit.state import CaptureLine
 
@@ -25,11 +27,20 @@ class FrameworkLoop:
 
     ``resume()`` once, when every object exists; ``next_epoch()`` and then ``batches(loader)`` for
     each epoch, the rest of the interrupted one first; ``finish()`` when the framework ends.
+
+    Args:
+        checkpointer: of the run, whose checkpoint is found here. Collective.
+        horizon: how far the run is to go; empty where that is not known yet.
     """
 
-    def __init__(self, checkpointer: StepBoundary, *, had_finished: bool = False) -> None:
+    def __init__(self, checkpointer: StepBoundary, horizon: dict[str, int]) -> None:
         self._checkpointer = checkpointer
-        self._had_finished = had_finished
+        run = checkpointer._run
+        run.let_framework_drive()
+        find(run)
+        self._had_finished = self.finished is not None
+        if horizon:
+            accept_horizon(run, horizon)
         self._epochs: Epochs | None = None
         self._batches: Batches | None = None
 
@@ -73,7 +84,7 @@ class FrameworkLoop:
 
         For a framework that runs code between the position of the checkpoint and that point.
         """
-        self._checkpointer._run.restore_random()
+        restore_random(self._checkpointer._run)
 
     @property
     def step_in_flight(self) -> int | None:
@@ -108,7 +119,7 @@ class FrameworkLoop:
         Raises:
             DriftError: the interrupted run had another horizon.
         """
-        self._checkpointer._run.accept_horizon(horizon, settings)
+        accept_horizon(self._checkpointer._run, horizon, settings)
 
     def under_way(self, loader: Any) -> EpochUsage:
         """The epoch that the run continues in, before anything is restored. Changes nothing.
@@ -123,7 +134,7 @@ class FrameworkLoop:
 
     def resume(self) -> ResumeReport:
         """Restores all but the data position and the random state. Collective, idempotent."""
-        report = self._checkpointer._run.resume()
+        report = self._checkpointer._resume()
         if self._epochs is None:
             self._checkpointer._begin_loop("epochs")
             self._epochs = Epochs(self._checkpointer, None)

@@ -15,7 +15,9 @@ from typing import Any, NoReturn, TypeVar
 
 from resumekit.data import Feed, Source
 from resumekit.errors import DataPositionError, ResumekitError
+from resumekit.run.fetch import enter_loop
 from resumekit.run.progress import OwnLoop
+from resumekit.run.resume import enter
 from resumekit.run.step_boundary import StepBoundary
 from resumekit.run.steps_taken import CAUGHT, report_if_caught
 
@@ -85,7 +87,7 @@ class Batches(OwnLoop):
     ) -> Batches:
         """The rest of an epoch of a loader."""
         run = checkpointer._run
-        run.enter({}, loader)
+        enter(run, {}, loader)
         return cls(checkpointer, run.position.feed(loader, name, repeat=repeat), repeat=repeat)
 
     def __getattr__(self, name: str) -> Any:
@@ -137,7 +139,7 @@ class Batches(OwnLoop):
         if not self._is_entered:
             self._is_entered = True
             checkpointer._begin_batches()
-            checkpointer._run.enter_loop(checkpointer, feed)
+            enter_loop(checkpointer._run, checkpointer, feed)
         if self._is_over or not order.ask(names, follows=self._repeats):
             self._stop()
         if feed.used_up and not self._see_end():

@@ -10,8 +10,11 @@ from resumekit.data import Feed, Source
 from resumekit.errors import LoopError, Preempted
 from resumekit.run.discovery import Discovery
 from resumekit.run.due_saves import DueSaves
+from resumekit.run.fetch import begin, finish_again, open_loader, restore_again, restore_random
 from resumekit.run.progress import LoopOrder, Progress
-from resumekit.run.run import Run
+from resumekit.run.report import ResumeReport
+from resumekit.run.resume import accept_horizon, enter, find, resume
+from resumekit.run.run import RunState
 from resumekit.run.saving import NOTHING
 from resumekit.run.steps_taken import StepsTaken
 from resumekit.state import CaptureLine, Slot
@@ -26,7 +29,7 @@ _MANY_BATCHES = 20
 class StepBoundary:
     """Base of the Checkpointer: what happens between two safe points, and the save that is due."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunState) -> None:
         self._run = run
         self._saves = DueSaves(run)
         self._loop: str | None = None  # the outermost loop, once there is one
@@ -74,8 +77,12 @@ class StepBoundary:
         needs values of the loop belongs under ``if not checkpointer.already_finished:``.
         """
         if self._loop is None:
-            return self._run.has_resumed and self.finished is not None
+            return self._run.resumed is not None and self.finished is not None
         return self._was_finished
+
+    def _resume(self) -> ResumeReport:
+        """Restores all but the data position and the random state. Collective, idempotent."""
+        return resume(self._run)
 
     # ---------------------------------------------------------------- what an adapter calls
     # It may read ``_in_step`` and ``_stepped`` as well.
@@ -115,9 +122,9 @@ class StepBoundary:
         """Finds a checkpoint of at most a step; False also where the run has resumed. Collective.
 
         Args:
-            up_to: gives the step for this run's id, see ``Run.find``.
+            up_to: gives the step for this run's id, see ``resume.find``.
         """
-        return not self._run.has_resumed and self._run.find(up_to=up_to)
+        return self._run.resumed is None and find(self._run, up_to=up_to)
 
     # ---------------------------------------------------------------- what an adapter overrides
 
@@ -206,8 +213,8 @@ class StepBoundary:
             raise LoopError(
                 f"{loop}()", found=f"a second loop after one over {self._loop}()", expected="one"
             )
-        self._run.enter(horizon, loader)
-        self._run.accept_horizon(horizon)
+        enter(self._run, horizon, loader)
+        accept_horizon(self._run, horizon)
         self._begin_loop(loop)
 
     def _begin_loop(self, loop: str) -> None:
@@ -219,7 +226,7 @@ class StepBoundary:
             self._epoch, self._num_used = progress.epoch, progress.batch
             self._was_finished = self.finished is not None
             if self._was_finished:
-                self._run.finish_again()
+                finish_again(self._run)
         self._loop = loop
 
     def _take_signals(self) -> None:
@@ -247,11 +254,11 @@ class StepBoundary:
         continues = self.progress.batch > 0
         self._has_no_loop = not continues and not self._run.is_driven
         if not continues:
-            self._run.restore_again()
+            restore_again(self._run)
             for name, loader in self._run.variables.loaders().items():
-                self._run.open_loader(loader, name)
+                open_loader(self._run, loader, name)
             self._run.position.witness_epoch()
-            self._run.restore_random()
+            restore_random(self._run)
         if not self._run.is_driven:  # the code before the first batch is the user's
             self._run.rng.begin_epoch(continues=continues)
         if self._steps_taken is not None:
@@ -262,7 +269,7 @@ class StepBoundary:
         if feed.continues and (feed is self._main or self._loop_order.is_alone(feed.names)):
             self._num_used = feed.batch  # in batches of the size that they have now
             self._run.counters.move_to(*self._position())
-        self._run.begin(feed, epoch)
+        begin(self._run, feed, epoch)
         if self._steps_taken is not None:
             self._steps_taken.watch(self._run.components)
 
@@ -397,7 +404,7 @@ class StepBoundary:
             return
         counters.move_to(*self._position())
         if self._stepped and self._in_step:
-            self._run.observe_gradients()
+            self._run.owned.observe_gradients()
         saves, may_save = self._saves, self._may_save()
         common = NOTHING
         if may_save and finished is None:
@@ -470,7 +477,7 @@ class StepBoundary:
             epoch=epoch,
             batch=batch,
             values=values,
-            lr=self._run.learning_rates(),
+            lr=self._run.owned.learning_rates(),
             samples=self._run.counters.take_samples(),
             is_rest=not self._run.counters.saw_whole_step,
             rng=rng_digests(),

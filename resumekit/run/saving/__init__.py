@@ -5,7 +5,6 @@ from __future__ import annotations
 from resumekit.run.saving.background import abandon_work, drain
 from resumekit.run.saving.in_flight import SaveInFlight
 from resumekit.run.saving.requests import NOTHING, LeaveSignals, RequestExchange, Requests
-from resumekit.run.saving.saver import Saver
 from resumekit.run.saving.snapshot import Snapshot
 
 __all__ = [
@@ -14,7 +13,6 @@ __all__ = [
     "RequestExchange",
     "Requests",
     "SaveInFlight",
-    "Saver",
     "Snapshot",
     "abandon_work",
     "drain",
