@@ -169,11 +169,11 @@ class DueSaves:
         """
         self.is_ending = True
         run, now = self._run, self._run.counters.progress
-        saved = run.in_flight.step
-        if saved is None:
+        manifest = run.in_flight.manifest
+        if manifest is None:
             self._save()
             return now.step
-        is_current = run.in_flight.micro_step == now.micro_step
+        saved, is_current = manifest.step, manifest.progress["micro_step"] == now.micro_step
         try:
             self.wait()
         except SaveError as error:

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from resumekit.distributed import World, as_error, from_rank
@@ -30,10 +30,8 @@ from resumekit.storage import (
     FileEntry,
     Manifest,
     Part,
-    Parts,
     RetentionPolicy,
     Staging,
-    StepName,
     Store,
     num_threads,
 )
@@ -41,9 +39,13 @@ from resumekit.storage import (
 Payloads = Sequence[AnyPayload]
 
 
-@dataclass
+# How often rank 0 looks for the parts: seldom when it takes long.
+_FIRST_PAUSE_SECONDS = 0.002
+_LONGEST_PAUSE_SECONDS = 0.1
+
+
 class SaveJob:
-    """One save of one rank.
+    """One save of one rank: made at once by its methods, or in the background by ``start``.
 
     Args:
         world: the ranks.
@@ -56,21 +58,28 @@ class SaveJob:
 
     Attributes:
         files: that this rank has written, once ``write`` has returned.
+        work: in the queue of the background thread, once it was started.
     """
 
-    world: World
-    store: Store
-    staging: Callable[[], Staging]
-    payloads: Payloads
-    manifest: Manifest
-    retention: RetentionPolicy
-    save_number: int
-    files: tuple[FileEntry, ...] = ()
-
-    @property
-    def name(self) -> StepName:
-        """Of the checkpoint."""
-        return self.manifest.name
+    def __init__(
+        self,
+        world: World,
+        store: Store,
+        staging: Callable[[], Staging],
+        payloads: Payloads,
+        manifest: Manifest,
+        retention: RetentionPolicy,
+        save_number: int,
+    ) -> None:
+        self.store, self.staging, self.payloads = store, staging, payloads
+        self.manifest, self.name = manifest, manifest.name
+        self.files: tuple[FileEntry, ...] = ()
+        self.work: Work
+        self._processes: Processes
+        self._world, self._retention, self._save_number = world, retention, save_number
+        self._written = threading.Event()
+        self._write_error: ResumekitError | None = None
+        self._given_up: ResumekitError | None = None
 
     def write(self) -> tuple[FileEntry, ...]:
         """This rank's lines of the inventory, once its files survive a power cut.
@@ -83,27 +92,6 @@ class SaveJob:
         with staging.writing():
             self.files = tuple(entry for each in self.payloads for entry in each.write(staging))
         return self.files
-
-    def leave_part(self, files: Iterable[FileEntry] = (), error: str | None = None) -> None:
-        """Reports to rank 0 what this rank has written, or why it has not.
-
-        Raises:
-            SaveError: the report could not be written.
-            SharedDirectoryError: this rank does not see what rank 0 has made.
-        """
-        run_id, attempt = self.manifest.run_id, self.manifest.attempt
-        step, rank = self.manifest.step, self.world.rank
-        part = Part(run_id, attempt, step, self.save_number, rank, tuple(files), error)
-        self.staging().leave_part(part)
-
-    def parts(self) -> Parts:
-        """The reports of all ranks. Rank 0 only."""
-        return self.staging().parts(
-            run_id=self.manifest.run_id,
-            attempt=self.manifest.attempt,
-            save_number=self.save_number,
-            world_size=self.world.world_size,
-        )
 
     def commit(self, files: Iterable[FileEntry]) -> None:
         """Makes the checkpoint of all ranks' files. Rank 0 only.
@@ -122,55 +110,13 @@ class SaveJob:
 
     def retain(self) -> None:
         """Renames old checkpoints away; ``empty_trash`` frees their space. Rank 0 only."""
-        _logged(lambda: self.store.retain(self.retention))
+        _logged(lambda: self.store.retain(self._retention))
 
     def empty_trash(self) -> None:
         """Removes the files of old checkpoints, which may take long. Rank 0 only."""
         _logged(self.store.empty_trash)
 
-
-def _logged(removal: Callable[[], object]) -> None:
-    try:
-        removal()
-    except SaveError as error:
-        logger.warning("old checkpoints could not be removed: %s", error)
-
-
-# ---------------------------------------------------------------- one rank, in the background
-
-# How often rank 0 looks for the parts: seldom when it takes long.
-_FIRST_PAUSE_SECONDS = 0.002
-_LONGEST_PAUSE_SECONDS = 0.1
-
-
-class BackgroundSave:
-    """One save in the background, as one rank sees it.
-
-    Args:
-        job: what is to be done.
-        processes: of all ranks.
-
-    Attributes:
-        name: of the checkpoint.
-        manifest: of the checkpoint, but for the files.
-        micro_step: that it is of.
-        files: that this rank has written; read them when ``work`` is done.
-        work: in the queue of the background thread.
-    """
-
-    def __init__(self, job: SaveJob, processes: Processes) -> None:
-        self.name = job.name
-        self.manifest = job.manifest
-        self.files: tuple[FileEntry, ...] = ()
-        self.micro_step: int = job.manifest.progress["micro_step"]
-        self._world = job.world
-        self._processes = processes
-        self._written = threading.Event()
-        self._write_error: ResumekitError | None = None
-        self._given_up: ResumekitError | None = None
-        self._staging = job.staging
-        what = f"the save at step {self.name.step}"
-        self.work = Work(what, lambda: self._save(job))
+    # ---------------------------------------------------------------- one rank waits for it
 
     @property
     def has_failed(self) -> bool:
@@ -193,20 +139,29 @@ class BackgroundSave:
         first = self._world.ranks[:1]
         while time.monotonic() < deadline and not self._processes.ended(first):
             try:
-                self._staging()
+                self.staging()
             except SharedDirectoryError:  # it is not there any more
                 return
             time.sleep(_LONGEST_PAUSE_SECONDS)
 
     # ---------------------------------------------------------------- in the background
 
-    def _save(self, job: SaveJob) -> ResumekitError | None:
-        self._write_error = error = self._attempt(lambda: self._write(job))
+    def start(self, processes: Processes) -> None:
+        """Hands it to the background thread; ``processes`` are those of all ranks."""
+        self._processes = processes
+        # The queue may keep the work for long, which forgets the job, and so the run directory.
+        self.work = Work(f"the save at step {self.name.step}", self._save)
+        add_work(self.work)
+
+    def _save(self) -> ResumekitError | None:
+        """Writes this rank's files; rank 0 then commits the checkpoint of all ranks."""
+        self._write_error = error = self._attempt(self._write)
         self._written.set()
         if self._world.is_first:
-            error = error or self._attempt(lambda: self._commit(job))
+            error = error or self._attempt(self._commit)
             if error is not None:
-                self._attempt(job.abandon)
+                self._attempt(self.abandon)
+        self.payloads = ()
         return error
 
     def _attempt(self, action: Callable[[], object]) -> ResumekitError | None:
@@ -216,26 +171,36 @@ class BackgroundSave:
             return as_error(self._world.rank, error)
         return None
 
-    def _write(self, job: SaveJob) -> None:
-        is_alone = self._world.world_size == 1
+    def _write(self) -> None:
         try:
-            self.files = job.write()
+            self.write()
         except Exception as error:
-            if not is_alone:
-                with suppress(ResumekitError):  # rank 0 learns of it from this rank's requests too
-                    job.leave_part(error=str(error))
+            with suppress(ResumekitError):  # rank 0 learns of it from this rank's requests too
+                self._leave_part((), str(error))
             raise
-        if not is_alone:
-            job.leave_part(self.files)
+        self._leave_part(self.files)
 
-    def _commit(self, job: SaveJob) -> None:
-        job.commit(self.files if self._world.world_size == 1 else self._files_of_all(job))
-        job.retain()
-        job.empty_trash()
+    def _leave_part(self, files: tuple[FileEntry, ...], error: str | None = None) -> None:
+        """Reports to rank 0 what this rank has written, or why it has not."""
+        if self._world.world_size > 1:
+            manifest, number = self.manifest, self._save_number
+            run_id, attempt, rank = manifest.run_id, manifest.attempt, self._world.rank
+            part = Part(run_id, attempt, manifest.step, number, rank, files, error)
+            self.staging().leave_part(part)
 
-    def _files_of_all(self, job: SaveJob) -> tuple[FileEntry, ...]:
-        parts, pause = job.parts(), _FIRST_PAUSE_SECONDS
-        deadline = time.monotonic() + self._world.timeout_seconds
+    def _commit(self) -> None:
+        self.commit(self.files if self._world.world_size == 1 else self._files_of_all())
+        self.retain()
+        self.empty_trash()
+
+    def _files_of_all(self) -> tuple[FileEntry, ...]:
+        parts = self.staging().parts(
+            run_id=self.manifest.run_id,
+            attempt=self.manifest.attempt,
+            save_number=self._save_number,
+            world_size=self._world.world_size,
+        )
+        pause, deadline = _FIRST_PAUSE_SECONDS, time.monotonic() + self._world.timeout_seconds
         while not parts.look():
             if self._given_up is not None:
                 raise self._given_up
@@ -254,6 +219,13 @@ class BackgroundSave:
             expected="the parts of all ranks",
             remedy="Start the job again: it continues from its newest checkpoint",
         )
+
+
+def _logged(removal: Callable[[], object]) -> None:
+    try:
+        removal()
+    except SaveError as error:
+        logger.warning("old checkpoints could not be removed: %s", error)
 
 
 # ---------------------------------------------------------------- the collective acts
@@ -290,7 +262,7 @@ class SaveInFlight:
     def __init__(self, world: World, *, must_fit: bool) -> None:
         self._world = world
         self._must_fit = must_fit
-        self._save: BackgroundSave | None = None
+        self._save: SaveJob | None = None
         self._deletion: Work | None = None
         self._processes: Processes | None = None  # known from the first save on
         self.snapshot = Snapshot()
@@ -310,11 +282,6 @@ class SaveInFlight:
     def manifest(self) -> Manifest | None:
         """Of the save in flight, but for the files; None without one. The same on all ranks."""
         return None if self._save is None else self._save.manifest
-
-    @property
-    def micro_step(self) -> int | None:
-        """That the save in flight is of; None without one. The same on all ranks."""
-        return None if self._save is None else self._save.micro_step
 
     @property
     def is_busy(self) -> bool:
@@ -389,8 +356,8 @@ class SaveInFlight:
         assert self._save is None, "at most one save is in flight"
         if self._processes is None:
             self._processes = Processes.of(self._world)
-        self._save = BackgroundSave(job, self._processes)
-        add_work(self._save.work)
+        self._save = job
+        job.start(self._processes)
 
     def empty_trash(self, job: SaveJob) -> None:
         """Removes the files of old checkpoints in the background. Rank 0 only."""
@@ -403,7 +370,7 @@ class SaveInFlight:
         if deletion is not None:
             deletion.wait()
 
-    def finish(self) -> BackgroundSave | None:
+    def finish(self) -> SaveJob | None:
         """Waits for the save in flight on all ranks. Collective.
 
         Returns:
