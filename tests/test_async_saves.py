@@ -23,7 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from resumekit.adapters.torch import Checkpointer
 from resumekit.errors import ConfigurationError, Preempted, SaveError
 from resumekit.prove.trace_records import durable_steps, read_trace
-from resumekit.run.saving import RequestExchange, drain
+from resumekit.run.due_saves import RequestExchange
+from resumekit.run.saving import drain
 from resumekit.run.saving.snapshot import Snapshot
 from resumekit.serialization import read_payload
 from resumekit.storage import LocalFileSystem, StepName, Store

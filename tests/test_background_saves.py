@@ -18,10 +18,10 @@ import torch
 
 from resumekit.distributed import World
 from resumekit.errors import ResumekitError, SaveError
-from resumekit.run.saving import RequestExchange, Requests, drain
+from resumekit.run.due_saves import RequestExchange, Requests
+from resumekit.run.saving import drain
 from resumekit.run.saving.background import Work, add_work
-from resumekit.run.saving.in_flight import SaveJob
-from resumekit.run.saving.processes import Processes, ProcessId
+from resumekit.run.saving.in_flight import Processes, ProcessId, SaveJob
 from resumekit.serialization import Payload
 from resumekit.storage import Manifest, Part, RetentionPolicy, StepName, Store
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit.adapters.torch import Checkpointer
 from resumekit.errors import ConfigurationError, Preempted, RankDisagreementError
-from resumekit.run.saving import LeaveSignals, RequestExchange, Requests
+from resumekit.run.due_saves import LeaveSignals, RequestExchange, Requests
 
 pytestmark = pytest.mark.usefixtures("signal_handlers")
 

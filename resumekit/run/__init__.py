@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from resumekit.run.components import weakly
-from resumekit.run.framework_loop import FrameworkLoop
-from resumekit.run.loops import Batches, Epochs
+from resumekit.run.loops import Batches, Epochs, FrameworkLoop
 from resumekit.run.options import (
     OptionKeywords,
     Options,

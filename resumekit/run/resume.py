@@ -26,8 +26,7 @@ from resumekit.run.resuming.compatibility import (
     horizon_causes,
 )
 from resumekit.run.resuming.finder import Finder, Found, LoadBuffer, open_store
-from resumekit.run.resuming.loading import Loading
-from resumekit.run.resuming.restore_again import RestoredState
+from resumekit.run.resuming.loading import Loading, RestoredState
 from resumekit.run.resuming.state_origins import StateOrigins
 from resumekit.run.run import Agreed, Loaded, Running, RunState, Searched
 from resumekit.state import Slot

@@ -9,13 +9,12 @@ from typing import Any, NoReturn
 from resumekit.data import Feed, Source
 from resumekit.errors import LoopError, Preempted
 from resumekit.run.discovery import Discovery
-from resumekit.run.due_saves import DueSaves
+from resumekit.run.due_saves import NOTHING, DueSaves
 from resumekit.run.fetch import begin, finish_again, open_loader, restore_again, restore_random
 from resumekit.run.progress import LoopOrder, Progress
 from resumekit.run.report import ResumeReport
 from resumekit.run.resume import accept_horizon, enter, find, resume
 from resumekit.run.run import RunState
-from resumekit.run.saving import NOTHING
 from resumekit.run.steps_taken import StepsTaken
 from resumekit.state import CaptureLine, Slot
 from resumekit.tracing import rng_digests
