@@ -346,7 +346,7 @@ def test_a_save_is_skipped_while_any_rank_is_busy(tmp_path: Path) -> None:
     training = Training(tmp_path, save_every=2, on_save_in_flight="skip")
     other = SimpleNamespace(world_size=2, rank=0)
     other.start_max = lambda values: lambda: [*values[:2], 1, *values[3:]]  # it is always busy
-    training.checkpointer._saves._requests = RequestExchange(other)  # type: ignore[arg-type]
+    training.checkpointer._loop.saves._requests = RequestExchange(other)  # type: ignore[arg-type]
     training.train(dict.fromkeys(range(11), training.checkpointer._run.in_flight.wait_for_own))
     training.checkpointer.close()
     assert training.saved() == [2, 10]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from resumekit.run.components import weakly
+from resumekit.run.loop import Loop
 from resumekit.run.loops import Batches, Epochs, FrameworkLoop
 from resumekit.run.options import (
     OptionKeywords,
@@ -19,7 +20,6 @@ from resumekit.run.progress import Progress
 from resumekit.run.report import ResumeReport
 from resumekit.run.resuming.finder import read_sharded_component
 from resumekit.run.run import Components, RunState
-from resumekit.run.step_boundary import StepBoundary
 from resumekit.run.steps_taken import StepsTaken
 
 __all__ = [
@@ -27,12 +27,12 @@ __all__ = [
     "Components",
     "Epochs",
     "FrameworkLoop",
+    "Loop",
     "OptionKeywords",
     "Options",
     "Progress",
     "ResumeReport",
     "RunState",
-    "StepBoundary",
     "StepsTaken",
     "check_components",
     "checked_extras",

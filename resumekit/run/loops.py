@@ -19,14 +19,13 @@ from torch.utils.data import DataLoader, IterableDataset
 from resumekit.data import EpochUsage, Feed, Source
 from resumekit.errors import DataPositionError, ResumekitError
 from resumekit.run.fetch import enter_loop, restore_random
+from resumekit.run.loop import Loop
 from resumekit.run.progress import OwnLoop, Progress
 from resumekit.run.report import ResumeReport
 from resumekit.run.resume import accept_horizon, enter, find
-from resumekit.run.step_boundary import StepBoundary
 from resumekit.run.steps_taken import CAUGHT, report_if_caught
 from resumekit.state import CaptureLine
 
-# The loops are the other half of the Checkpointer: what they call there is not the user's.
 _Given = TypeVar("_Given")
 
 
@@ -56,27 +55,36 @@ class Batches(OwnLoop):
     Attributes that it has not itself are those of its one loader: ``dataset``, ``batch_size``. They
     can be read; set them on the loader.
 
+    Args:
+        owner: the Checkpointer, which the script refers to, perhaps only through this.
+        loop: its own.
+        feed: the loader, or several.
+        epochs: the run's horizon in epochs.
+        steps: the same in steps.
+        repeat: go over the loader without end.
+
     Attributes:
         initial: the batches of this loop that were used before, for a progress bar.
     """
 
     def __init__(
         self,
-        checkpointer: StepBoundary,
+        owner: Any,
+        loop: Loop,
         feed: Feed,
         *,
         epochs: int | None = None,
         steps: int | None = None,
         repeat: bool = False,
     ) -> None:
-        self._checkpointer = checkpointer
+        self._owner, self._loop = owner, loop
         self._feed = feed
         self._epochs = epochs
         self._steps = steps
         self._repeats = repeat
         self._goes_once = epochs is None and steps is None and not repeat
-        is_inner = self._goes_once and not checkpointer._loop_order.main
-        self._least_epoch = checkpointer.progress.epoch if is_inner else 0
+        is_inner = self._goes_once and not loop.order.main
+        self._least_epoch = loop.progress.epoch if is_inner else 0
         self._is_over = False
         self._is_entered = repeat  # a loader beside the loop is not one
         self._surplus: list[Any] = []  # a batch more than the loader's len() says
@@ -85,16 +93,17 @@ class Batches(OwnLoop):
     @classmethod
     def of_epoch(
         cls,
-        checkpointer: StepBoundary,
+        owner: Any,
+        loop: Loop,
         loader: Any,
         name: str | None = None,
         *,
         repeat: bool = False,
     ) -> Batches:
         """The rest of an epoch of a loader."""
-        run = checkpointer._run
+        run = loop.run
         enter(run, {}, loader)
-        return cls(checkpointer, run.position.feed(loader, name, repeat=repeat), repeat=repeat)
+        return cls(owner, loop, run.position.feed(loader, name, repeat=repeat), repeat=repeat)
 
     def __getattr__(self, name: str) -> Any:
         # Asked for what is not found otherwise. Private names are those of copy and pickle; the
@@ -110,7 +119,7 @@ class Batches(OwnLoop):
     def prime(self) -> None:
         """Begins the epoch as far as some frameworks do before they ask for a batch."""
         if not self._feed.begun:
-            self._checkpointer._begin(self._feed, max(self._feed.epoch, self._least_epoch))
+            self._loop.begin_epoch(self._feed, max(self._feed.epoch, self._least_epoch))
             self._feed.prime()
 
     @property
@@ -124,7 +133,7 @@ class Batches(OwnLoop):
 
     @property
     def needs_no_variable(self) -> bool:
-        return self._is_over or self._checkpointer._loop_order.leads(self._feed.names)
+        return self._is_over or self._loop.order.leads(self._feed.names)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -138,27 +147,27 @@ class Batches(OwnLoop):
 
     @_reports_when_caught
     def __next__(self) -> Any:
-        checkpointer, feed = self._checkpointer, self._feed
-        order, names = checkpointer._loop_order, feed.names
+        loop, feed = self._loop, self._feed
+        order, names = loop.order, feed.names
         if order.leads(names):
-            checkpointer._count_taken_step()
+            loop.count_taken_step()
         if not self._is_entered:
             self._is_entered = True
-            checkpointer._begin_batches()
-            enter_loop(checkpointer._run, checkpointer, feed)
+            loop.begin_batches()
+            enter_loop(loop.run, self._owner, feed)
         if self._is_over or not order.ask(names, follows=self._repeats):
             self._stop()
         if feed.used_up and not self._see_end():
             return self._surplus.pop()
         if order.leads(names):
-            checkpointer._pass_safe_point(self._horizon())
-        if checkpointer.finished is not None:
-            checkpointer._run.variables.hand_out(is_over=True)
+            loop.pass_safe_point(self._horizon())
+        if loop.finished is not None:
+            loop.run.variables.hand_out(is_over=True)
             feed.close()
             self._stop()
         while True:
             if not feed.begun:
-                checkpointer._begin(feed, max(feed.epoch, self._least_epoch))
+                loop.begin_epoch(feed, max(feed.epoch, self._least_epoch))
             self._set_variables()
             try:
                 batch = feed.next_batch()
@@ -166,13 +175,13 @@ class Batches(OwnLoop):
                 self._end_epoch()
                 self._end_late()
                 continue
-            checkpointer._fetched(feed, follows=self._repeats)
+            loop.fetched(feed, follows=self._repeats)
             return batch
 
     def _set_variables(self) -> None:
         """Before the first batch of a launch: sets the variables of a checkpoint."""
-        variables = self._checkpointer._run.variables
-        if variables.is_waiting and self._checkpointer._loop_order.leads(self._feed.names):
+        variables = self._loop.run.variables
+        if variables.is_waiting and self._loop.order.leads(self._feed.names):
             variables.hand_out()
 
     def _see_end(self) -> bool:
@@ -187,7 +196,7 @@ class Batches(OwnLoop):
         """
         feed = self._feed
         if not feed.begun:
-            self._checkpointer._begin(feed, feed.epoch)
+            self._loop.begin_epoch(feed, feed.epoch)
         try:
             self._surplus.append(feed.next_batch())
         except StopIteration:
@@ -201,7 +210,7 @@ class Batches(OwnLoop):
                 remedy="For an endless loader pass steps= instead of epochs=",
             )
         feed.has_no_end()
-        self._checkpointer._fetched(feed, follows=self._repeats)
+        self._loop.fetched(feed, follows=self._repeats)
         return False
 
     def _end_epoch(self) -> None:
@@ -210,10 +219,10 @@ class Batches(OwnLoop):
             raise DataPositionError(feed.name, found="an epoch without a batch")
         feed.end_epoch()
         if self._goes_once:
-            self._checkpointer._loop_order.ended(feed.names)
+            self._loop.order.ended(feed.names)
             self._stop()
         if not self._repeats:
-            self._checkpointer._epoch_ended(feed)
+            self._loop.end_epoch(feed)
 
     def _stop(self) -> NoReturn:
         self._is_over = True
@@ -223,12 +232,12 @@ class Batches(OwnLoop):
         """The loader could not know before that this was its last batch."""
         horizon = self._horizon()
         if horizon is not None:
-            self._checkpointer._pass_safe_point(horizon, at_end=True)
+            self._loop.pass_safe_point(horizon, at_end=True)
             self._stop()
 
     def _horizon(self) -> str | None:
         """Why the run is over here, or None."""
-        if self._steps is not None and self._checkpointer._run.counters.step >= self._steps:
+        if self._steps is not None and self._loop.run.counters.step >= self._steps:
             return f"steps={self._steps}"
         if self._epochs is not None and self._feed.epoch >= self._epochs:
             return f"epochs={self._epochs}"
@@ -242,7 +251,7 @@ class Batches(OwnLoop):
             is_over = feed.epoch > self._least_epoch and not feed.batch
             return per_epoch or 0 if is_over else feed.batch
         if per_epoch is None:
-            return feed.batch if self._repeats else self._checkpointer.progress.micro_step
+            return feed.batch if self._repeats else self._loop.progress.micro_step
         return feed.epoch * per_epoch + feed.batch
 
 
@@ -254,8 +263,8 @@ class Epochs(OwnLoop):
         next_loader: what the next epoch draws from, where a framework knows it before it begins.
     """
 
-    def __init__(self, checkpointer: StepBoundary, num_epochs: int | None) -> None:
-        self._checkpointer = checkpointer
+    def __init__(self, owner: Any, loop: Loop, num_epochs: int | None) -> None:
+        self._owner, self._loop = owner, loop
         self._num_epochs = num_epochs
         self._epoch: int | None = None
         self.initial = self.num_used
@@ -264,7 +273,7 @@ class Epochs(OwnLoop):
     @property
     def num_used(self) -> int:
         """The epochs that were completed."""
-        return self._checkpointer.progress.epoch
+        return self._loop.progress.epoch
 
     def __iter__(self) -> Iterator[int]:
         return self
@@ -277,22 +286,22 @@ class Epochs(OwnLoop):
 
     @_reports_when_caught
     def __next__(self) -> int:
-        checkpointer, variables = self._checkpointer, self._checkpointer._run.variables
-        epoch = checkpointer.progress.epoch if self._epoch is None else self._epoch + 1
+        loop, variables = self._loop, self._loop.run.variables
+        epoch = loop.progress.epoch if self._epoch is None else self._epoch + 1
         if self._epoch is None:
-            variables.enter(checkpointer, gives_batches=False)
+            variables.enter(self._owner, gives_batches=False)
         else:
             variables.end_epoch()
-            checkpointer._close_epoch(epoch)
+            loop.close_epoch(epoch)
             if self.next_loader is not None:
                 # A new loader has what it begins with saved as well.
-                checkpointer._run.position.feed(self.next_loader)
-        checkpointer._pass_safe_point(self._horizon(epoch))
-        if checkpointer.finished is not None:
+                loop.run.position.feed(self.next_loader)
+        loop.pass_safe_point(self._horizon(epoch))
+        if loop.finished is not None:
             variables.hand_out(is_over=True)
             raise StopIteration
         self._epoch = epoch
-        checkpointer._open_epoch(epoch)
+        loop.open_epoch(epoch)
         variables.begin_epoch()
         return epoch
 
@@ -314,13 +323,14 @@ class FrameworkLoop:
     each epoch, the rest of the interrupted one first; ``finish()`` when the framework ends.
 
     Args:
-        checkpointer: of the run, whose checkpoint is found here. Collective.
+        owner: the Checkpointer.
+        loop: its own, whose run's checkpoint is found here. Collective.
         horizon: how far the run is to go; empty where that is not known yet.
     """
 
-    def __init__(self, checkpointer: StepBoundary, horizon: dict[str, int]) -> None:
-        self._checkpointer = checkpointer
-        run = checkpointer._run
+    def __init__(self, owner: Any, loop: Loop, horizon: dict[str, int]) -> None:
+        self._owner, self._loop = owner, loop
+        run = loop.run
         run.let_framework_drive()
         find(run)
         self._had_finished = self.finished is not None
@@ -332,17 +342,17 @@ class FrameworkLoop:
     @property
     def progress(self) -> Progress:
         """Where the run is, or, before ``resume()``, where it will continue."""
-        return self._checkpointer.progress
+        return self._loop.progress
 
     @property
     def finished(self) -> str | None:
         """Why there is nothing left to train, or None."""
-        return self._checkpointer.finished
+        return self._loop.finished
 
     @property
     def is_replay(self) -> bool:
         """Whether steps of the run are repeated, by ``resumekit replay``."""
-        return self._checkpointer._run.replay is not None
+        return self._loop.run.replay is not None
 
     @property
     def goes_on_after_end(self) -> bool:
@@ -351,46 +361,46 @@ class FrameworkLoop:
 
     def add_finding(self, finding: Callable[[], Iterable[CaptureLine]]) -> None:
         """Asks for more lines whenever a capture report is made."""
-        self._checkpointer._add_finding(finding)
+        self._loop.run.reporter.add_finding(finding)
 
     def set_cadence_text(self, text: str) -> None:
         """Sets when the framework makes saves, in the words of the first message."""
-        self._checkpointer._run.reporter.cadence = text
+        self._loop.run.reporter.cadence = text
 
     def saved(self, key: str) -> Any:
         """A component's state in the checkpoint, before ``resume()`` restores it; or None.
 
         For what has to be made before it can take its state.
         """
-        return self._checkpointer._run.saved(key)
+        return self._loop.run.saved(key)
 
     def restore_random(self) -> None:
         """Sets the random state now, and not when the epoch begins. A no-op the second time.
 
         For a framework that runs code between the position of the checkpoint and that point.
         """
-        restore_random(self._checkpointer._run)
+        restore_random(self._loop.run)
 
     @property
     def step_in_flight(self) -> int | None:
         """Of the save in the background; None without one. The same on all ranks."""
-        return self._checkpointer._run.in_flight.step
+        return self._loop.run.in_flight.step
 
     def best_so_far(self) -> tuple[Path, int] | None:
         """Directory and step of the best checkpoint, or None. Waits for nothing.
 
         The save in flight counts; its directory is not there before it is committed.
         """
-        best = self._checkpointer._run.best_so_far()
+        best = self._loop.run.best_so_far()
         if best is None:
             return None
         name, _ = best
-        return self._checkpointer._run.directory / str(name), name.step
+        return self._loop.run.directory / str(name), name.step
 
     @property
     def horizon(self) -> dict[str, int]:
         """How far the interrupted run was to go; empty where there was none."""
-        return self._checkpointer._run.counters.horizon
+        return self._loop.run.counters.horizon
 
     def accept_horizon(
         self, settings: Mapping[str, Any] = MappingProxyType({}), /, **horizon: int
@@ -404,7 +414,7 @@ class FrameworkLoop:
         Raises:
             DriftError: the interrupted run had another horizon.
         """
-        accept_horizon(self._checkpointer._run, horizon, settings)
+        accept_horizon(self._loop.run, horizon, settings)
 
     def under_way(self, loader: Any) -> EpochUsage:
         """The epoch that the run continues in, before anything is restored. Changes nothing.
@@ -415,14 +425,14 @@ class FrameworkLoop:
         Raises:
             DataPositionError: the loader does not fit the position in the checkpoint.
         """
-        return self._checkpointer._run.under_way(loader)
+        return self._loop.run.under_way(loader)
 
     def resume(self) -> ResumeReport:
         """Restores all but the data position and the random state. Collective, idempotent."""
-        report = self._checkpointer._resume()
+        report = self._loop.resume()
         if self._epochs is None:
-            self._checkpointer._begin_loop("epochs")
-            self._epochs = Epochs(self._checkpointer, None)
+            self._loop.begin_loop("epochs")
+            self._epochs = Epochs(self._owner, self._loop, None)
         return report
 
     def next_epoch(self, loader: Any = None) -> int:
@@ -452,8 +462,8 @@ class FrameworkLoop:
         Raises:
             DataPositionError: the loader does not fit the position in the checkpoint.
         """
-        self._checkpointer._check_loader(loader, None)
-        self._batches = Batches.of_epoch(self._checkpointer, loader)
+        self._loop.check_loader(loader, None)
+        self._batches = Batches.of_epoch(self._owner, self._loop, loader)
         return self._batches
 
     def as_loader(self, loader: Any, *, num_skipped: int = 0) -> DataLoader[Any]:
@@ -475,7 +485,7 @@ class FrameworkLoop:
         To be called when all code of the last step has run.
         """
         used_up = self._batches is not None and self._batches.used_up
-        self._checkpointer._finish(reason, used_up=used_up)
+        self._loop.finish(reason, used_up=used_up)
 
 
 class _HandedDataset(IterableDataset[Any]):
