@@ -310,7 +310,7 @@ class DueSaves:
         self._requests.wait()
         self.forget()
         run, began = self._run, time.monotonic()
-        self._finish()
+        self.finish()
         with self._tolerated(run.counters.step):
             save(run, in_background=not self.is_ending)
             cost = {
@@ -328,9 +328,6 @@ class DueSaves:
             SaveError: it has failed, unless that is only logged.
         """
         self._requests.wait()
-        self._finish()
-
-    def _finish(self) -> None:
         with self._tolerated(self._run.in_flight.step):
             finish(self._run)
 

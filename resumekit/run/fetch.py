@@ -20,12 +20,6 @@ def enter_loop(run: RunState, owner: Any, feed: Feed) -> None:
     run.variables.enter(owner)
 
 
-def open_loader(run: RunState, loader: Any, name: str) -> None:
-    """Restores a loader's objects as an epoch begins, before its first line runs."""
-    source = run.position.open_before_epoch(loader, name)
-    run.owned.follow(source, streams=False)
-
-
 @collector_paused()
 def begin(run: RunState, feed: Feed, epoch: int) -> None:
     """Begins or continues an epoch of a loader, at the random state that it needs.

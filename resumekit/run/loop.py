@@ -10,7 +10,7 @@ from resumekit.data import Feed, Source
 from resumekit.errors import LoopError, Preempted
 from resumekit.run.discovery import Discovery
 from resumekit.run.due_saves import NOTHING, DueSaves
-from resumekit.run.fetch import begin, finish_again, open_loader, restore_again, restore_random
+from resumekit.run.fetch import begin, finish_again, restore_again, restore_random
 from resumekit.run.progress import LoopOrder, Progress
 from resumekit.run.report import ResumeReport
 from resumekit.run.resume import accept_horizon, enter, find, resume
@@ -318,7 +318,8 @@ class Loop:
         if not continues:
             restore_again(self.run)
             for name, loader in self.run.variables.loaders().items():
-                open_loader(self.run, loader, name)
+                source = self.run.position.open_before_epoch(loader, name)
+                self.run.owned.follow(source, streams=False)
             self.run.position.witness_epoch()
             restore_random(self.run)
         if not self.run.is_driven:  # the code before the first batch is the user's

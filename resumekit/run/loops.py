@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from resumekit.data import EpochUsage, Feed, Source
+from resumekit.data import EpochUsage, Feed, Source, epoch_usage
 from resumekit.errors import DataPositionError, ResumekitError
 from resumekit.run.fetch import enter_loop, restore_random
 from resumekit.run.loop import Loop
@@ -24,7 +24,7 @@ from resumekit.run.progress import OwnLoop, Progress
 from resumekit.run.report import ResumeReport
 from resumekit.run.resume import accept_horizon, enter, find
 from resumekit.run.steps_taken import CAUGHT, report_if_caught
-from resumekit.state import CaptureLine
+from resumekit.state import CaptureLine, Slot
 
 _Given = TypeVar("_Given")
 
@@ -331,7 +331,8 @@ class FrameworkLoop:
     def __init__(self, owner: Any, loop: Loop, horizon: dict[str, int]) -> None:
         self._owner, self._loop = owner, loop
         run = loop.run
-        run.let_framework_drive()
+        run.is_driven = True
+        run.owned.leave_out_variables()  # the framework's functions are on the stack
         find(run)
         self._had_finished = self.finished is not None
         if horizon:
@@ -425,7 +426,8 @@ class FrameworkLoop:
         Raises:
             DataPositionError: the loader does not fit the position in the checkpoint.
         """
-        return self._loop.run.under_way(loader)
+        run = self._loop.run
+        return epoch_usage(run.position, loader, run.saved(Slot.DATA.value))
 
     def resume(self) -> ResumeReport:
         """Restores all but the data position and the random state. Collective, idempotent."""

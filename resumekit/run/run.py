@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from resumekit.capture import fingerprint
-from resumekit.data import EpochUsage, epoch_usage
 from resumekit.distributed import DataRanks, World
 from resumekit.journal import (
     DIRECTORY,
@@ -41,7 +40,7 @@ from resumekit.run.resuming.finder import Finder, Found
 from resumekit.run.resuming.loading import RestoredState
 from resumekit.run.saving import SaveInFlight
 from resumekit.run.saving.payloads import FrozenLinks, ShardPlanner
-from resumekit.state import Slot, StateComponent, Validation
+from resumekit.state import StateComponent, Validation
 from resumekit.storage import Manifest, StepName, Store
 from resumekit.tracing import StateEvent, Trace, relocated
 
@@ -217,16 +216,7 @@ class RunState:
         found = self.phase.found if isinstance(self.phase, Searched) else None
         return None if found is None else found.states.get(key)
 
-    def under_way(self, loader: Any) -> EpochUsage:
-        """How much of the epoch was used that the run continues in, in batches of this loader."""
-        return epoch_usage(self.position, loader, self.saved(Slot.DATA.value))
-
     # ---------------------------------------------------------------- the components
-
-    def let_framework_drive(self) -> None:
-        """A framework runs the loop: its functions are on the stack, and not the user's."""
-        self.is_driven = True
-        self.owned.leave_out_variables()
 
     def group_components(self, components: Sequence[StateComponent]) -> ComponentGroups:
         """The ranks that share each component. Collective.

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
-from typing import Any, NamedTuple
+from typing import Any
 
 from resumekit.errors import ResumekitError
 from resumekit.progress_display import show_progress
@@ -20,7 +20,7 @@ from resumekit.run.agreement import ComponentGroups, described
 from resumekit.run.garbage_collector import collector_paused
 from resumekit.run.resuming.loading import call_everywhere
 from resumekit.run.run import RunState
-from resumekit.run.saving.in_flight import CopySize, Payloads, SaveJob
+from resumekit.run.saving.in_flight import Demand, SaveJob
 from resumekit.run.saving.payloads import directory_of, finish_comparing, link, with_frozen
 from resumekit.run.saving.snapshot import wait_for_gpus
 from resumekit.serialization import ExtraFiles, Payload, ShardedPayload
@@ -36,14 +36,6 @@ from resumekit.storage import (
 
 # In a manifest's details: the journal's verdict on the steps that the attempt has repeated.
 JOURNAL = "journal"
-
-
-class _Demand(NamedTuple):
-    """What one rank needs for a save."""
-
-    num_bytes: int
-    num_files: int
-    copy: CopySize
 
 
 @collector_paused()
@@ -77,8 +69,8 @@ def save(run: RunState, *, in_background: bool) -> None:
     with running.agreed.links.compared(draft.step, payloads, num_threads=threads):
         if in_background:
             finish_comparing(payloads)
-        demands = world.gather(_demand(run, payloads))
-        in_background = in_background and run.in_flight.accepts([each.copy for each in demands])
+        demands = world.gather(run.in_flight.demand(payloads))
+        in_background = in_background and run.in_flight.accepts(demands)
         name, staging = _stage(run, draft.step, demands, in_background=in_background)
         manifest = replace(draft, revision=name.revision)
         number, retention = run.in_flight.next_number(), run.options.retention
@@ -226,16 +218,8 @@ def _files(run: RunState) -> list[ExtraFiles]:
 # ---------------------------------------------------------------- how it is written
 
 
-def _demand(run: RunState, payloads: Payloads) -> _Demand:
-    return _Demand(
-        sum(payload.num_bytes for payload in payloads),
-        sum(payload.num_files for payload in payloads),
-        run.in_flight.size_of_copy(payloads),
-    )
-
-
 def _stage(
-    run: RunState, step: int, demands: Sequence[_Demand], *, in_background: bool
+    run: RunState, step: int, demands: Sequence[Demand], *, in_background: bool
 ) -> tuple[StepName, Callable[[], Staging]]:
     """Its name, and what looks for the staging: a rank may find that it does not see it."""
     directories = sorted({directory_of(component) for component in run.components})

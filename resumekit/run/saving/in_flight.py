@@ -234,17 +234,21 @@ def _logged(removal: Callable[[], object]) -> None:
 _NUM_MEASURED = 3
 
 
-class CopySize(NamedTuple):
-    """The memory that one rank's copy of its state takes.
+class Demand(NamedTuple):
+    """What a save of one rank takes.
 
     Args:
         node: of the rank.
-        num_bytes: of the copy.
+        num_bytes: of its files.
+        num_files: that it writes.
+        copy_bytes: of a copy in memory.
         growth: how many of these are not allocated yet.
     """
 
     node: str
     num_bytes: int
+    num_files: int
+    copy_bytes: int
     growth: int
 
 
@@ -313,31 +317,37 @@ class SaveInFlight:
         self._number += 1
         return self._number
 
-    def size_of_copy(self, payloads: Payloads) -> CopySize:
-        """The memory that a copy of all that this rank writes takes."""
-        num_bytes = self.snapshot.needed_bytes(payloads)
-        return CopySize(self._world.node, num_bytes, self.snapshot.growth(num_bytes))
+    def demand(self, payloads: Payloads) -> Demand:
+        """What the save of these payloads takes on this rank."""
+        copy_bytes = self.snapshot.needed_bytes(payloads)
+        return Demand(
+            self._world.node,
+            sum(payload.num_bytes for payload in payloads),
+            sum(payload.num_files for payload in payloads),
+            copy_bytes,
+            self.snapshot.growth(copy_bytes),
+        )
 
-    def accepts(self, copies: Sequence[CopySize]) -> bool:
+    def accepts(self, demands: Sequence[Demand]) -> bool:
         """Whether the ranks copy their state. Collective; logs the size once.
 
         Args:
-            copies: of each rank.
+            demands: of each rank.
         """
-        sizes = [copy.num_bytes for copy in copies]
+        sizes = [each.copy_bytes for each in demands]
         if sizes == self._sizes:
             return self._accepts
-        own_copy = copies[self._world.ranks.index(self._world.rank)]
-        here = [copy for copy in copies if copy.node == own_copy.node]
+        own = demands[self._world.ranks.index(self._world.rank)]
+        here = [each for each in demands if each.node == own.node]
         self._num_threads = num_threads(len(here))
-        others = sum(copy.growth for copy in here) - own_copy.growth
+        others = sum(each.growth for each in here) - own.growth
         accepted = not self._must_fit or all(
-            self._world.gather(self.snapshot.fits(own_copy.num_bytes, others))
+            self._world.gather(self.snapshot.fits(own.copy_bytes, others))
         )
         if self._world.is_first and (self._sizes is None or accepted != self._accepts):
-            of_node = f", {human_bytes(sum(copy.num_bytes for copy in here))} on its node"
+            of_node = f", {human_bytes(sum(each.copy_bytes for each in here))} on its node"
             several = of_node if len(here) > 1 else ""
-            size = f"{human_bytes(own_copy.num_bytes)} on rank 0{several}"
+            size = f"{human_bytes(own.copy_bytes)} on rank 0{several}"
             logger.info(
                 "async saves keep a copy of the state in host memory: %s"
                 if accepted
