@@ -14,6 +14,7 @@ Several engines, as in a GAN: ``Checkpointer({"D": engine_d, "G": engine_g}, "ru
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from resumekit.frameworks.deepspeed import (
     require_resumable,
 )
 from resumekit.requirements import check_tested
-from resumekit.run import Options, checked_extras, require_order
+from resumekit.run import Loop, Options, RunState, checked_extras, require_order
 from resumekit.state import CaptureLine, Fidelity, Slot, StateComponent
 
 if TYPE_CHECKING:
@@ -92,34 +93,10 @@ class Checkpointer(_Checkpointer):
             components=tuple(_components(engines, ema)),
             extras=extras,
             generators=generators,
+            make_loop=partial(EngineLoop, steps=self._steps),
             **options,
         )
-        self._add_finding(self._leftover_gradients)
-
-    def _at_step_boundary(self) -> bool:
-        if self._has_counted or not self._steps.is_complete:
-            return False
-        self._steps.forget()
-        return True
-
-    def _count_taken_step(self) -> None:
-        if not self._in_step or self._has_counted:
-            self._steps.forget()  # a resume has moved the counters, or it is the same iteration
-        elif self._steps.is_complete:
-            self.step()
-
-    def _begin_iteration(self) -> None:
-        self._steps.begin_iteration()
-
-    def _may_save(self) -> bool:
-        """Not while another engine is in an accumulation window, after a counted step."""
-        is_open = self._steps.is_within_window and not self._saves_gradients
-        return super()._may_save() and not is_open
-
-    @property
-    def _has_counted(self) -> bool:
-        """Whether this iteration's one step of several engines is counted."""
-        return self._stepped and len(self._engines) > 1
+        self._run.reporter.add_finding(self._leftover_gradients)
 
     def _leftover_gradients(self) -> Iterator[CaptureLine]:
         if self._steps.is_within_window:
@@ -128,6 +105,44 @@ class Checkpointer(_Checkpointer):
             if has_leftover_gradients(engine):
                 key = f"{Slot.MODEL.value}/{name}" if name else Slot.MODEL.value
                 yield CaptureLine(f"{key}/gradients", Fidelity.LOST, _LEFTOVER)
+
+
+class EngineLoop(Loop):
+    """A loop whose steps are those of engines.
+
+    Args:
+        run: the run.
+        steps: of its engines.
+    """
+
+    def __init__(self, run: RunState, *, steps: EngineSteps) -> None:
+        super().__init__(run)
+        self._steps = steps
+
+    def at_step_boundary(self) -> bool:
+        if self._has_counted or not self._steps.is_complete:
+            return False
+        self._steps.forget()
+        return True
+
+    def count_taken_step(self) -> None:
+        if not self.in_step or self._has_counted:
+            self._steps.forget()  # a resume has moved the counters, or it is the same iteration
+        elif self._steps.is_complete:
+            self.step(0, {})
+
+    def begin_iteration(self) -> None:
+        self._steps.begin_iteration()
+
+    def may_save(self) -> bool:
+        """Not while another engine is in an accumulation window, after a counted step."""
+        is_open = self._steps.is_within_window and not self.run.options.saves_gradients
+        return super().may_save() and not is_open
+
+    @property
+    def _has_counted(self) -> bool:
+        """Whether this iteration's one step of several engines is counted."""
+        return self.stepped and self._steps.are_several
 
 
 class EngineSteps:
@@ -145,6 +160,11 @@ class EngineSteps:
         self._engines = tuple(engines)
         self.forget()
         self.begin_iteration()
+
+    @property
+    def are_several(self) -> bool:
+        """Whether there is more than one engine."""
+        return len(self._engines) > 1
 
     @property
     def is_complete(self) -> bool:

@@ -100,7 +100,7 @@ class Checkpointer(_Checkpointer):
             **options,
         )
         left_out = [*(extras or {}).values(), *(generators or {}).values()]
-        self._discover(given, make, left_out=left_out)
+        self._loop.discover(self, given, make, left_out=left_out)
 
 
 def _num_ranks() -> int:

@@ -36,7 +36,8 @@ from torch.utils.data import default_collate
 
 from resumekit.capture import UserState
 from resumekit.record.journal import RECORD_BYTES
-from resumekit.run import Run
+from resumekit.run import due_saves
+from resumekit.run.components import RunComponents
 from resumekit.run.journaling import RunJournal
 from resumekit.run.report import Reporter
 
@@ -47,12 +48,12 @@ AIM = 40  # microseconds of CPU time a step, for the journal
 
 # The parts that are measured: at each step, after the first two, and at a save.
 JOURNAL, WATCH, REPORTS, CHECK, SAVE = "journal", "watch", "reports", "check", "save"
-PARTS: dict[str, tuple[tuple[type, str], ...]] = {
+PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
     JOURNAL: ((RunJournal, "note_batch"), (RunJournal, "step"), (RunJournal, "at_save")),
-    WATCH: ((Run, "observe_gradients"),),
+    WATCH: ((RunComponents, "observe_gradients"),),
     REPORTS: ((Reporter, "look"),),
     CHECK: ((UserState, "before_save"), (UserState, "state_dict"), (Reporter, "captured")),
-    SAVE: ((Run, "save"),),
+    SAVE: ((due_saves, "save"),),
 }
 
 

@@ -5,23 +5,24 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from resumekit.errors import ConfigurationError, LoopError, ResumekitError
+from resumekit.errors import ConfigurationError, ResumekitError
 from resumekit.log import logger
 from resumekit.run import (
     Batches,
     Components,
     Epochs,
     FrameworkLoop,
+    Loop,
     OptionKeywords,
     Options,
+    Progress,
     ResumeReport,
-    Run,
-    StepBoundary,
+    RunState,
     check_components,
     checked_extras,
     checked_names,
@@ -43,7 +44,7 @@ class BestCheckpoint(NamedTuple):
     value: float
 
 
-class Checkpointer(StepBoundary):
+class Checkpointer:
     """Saves the whole state of a run and, when the same command is started again, continues it.
 
     Args:
@@ -59,10 +60,8 @@ class Checkpointer(StepBoundary):
         data_parallel_group: the ranks that take different data, this one among them: a process
             group, a one-dimensional DeviceMesh, their global ranks, or a name in ``groups``. By
             default all ranks; ranks of one tensor-parallel group or pipeline take the same.
+        make_loop: of an adapter whose framework says when a step is complete.
         **options: see ``resumekit.run.options.Options``, and the table in docs/quickstart.md.
-
-    ``finished`` says why the run is over; ``already_finished`` whether it was when this launch
-    began, so that the loops yield nothing.
 
     Raises:
         ConfigurationError: an option or another argument is wrong; shows what to write.
@@ -78,10 +77,11 @@ class Checkpointer(StepBoundary):
         generators: Mapping[str, Any] | None = None,
         groups: Mapping[str, Any] | None = None,
         data_parallel_group: Any = None,
+        make_loop: Callable[[RunState], Loop] = Loop,
         **options: Unpack[OptionKeywords],
     ) -> None:
         check_components(components)
-        run = Run(
+        self._run = run = RunState(
             run_directory(directory),
             components,
             Options.from_keywords(options),
@@ -90,7 +90,7 @@ class Checkpointer(StepBoundary):
             groups=checked_names("groups", groups),
             data_parallel_group=data_parallel_group,
         )
-        super().__init__(run)
+        self._loop = make_loop(run)
         self._pid = os.getpid()
         atexit.register(weakly(self._close_at_exit, None))
 
@@ -100,6 +100,30 @@ class Checkpointer(StepBoundary):
     def directory(self) -> Path:
         """The run directory, as an absolute path."""
         return self._run.directory
+
+    @property
+    def progress(self) -> Progress:
+        """How far the logical run is; samples and tokens as of the last checkpoint.
+
+        Epoch and batch are those of ``epochs()``, where the batches of all its loops count, or of
+        the loop that has the horizon. Loaders beside it (``repeat=True``) move neither. In a loop
+        that does not call ``step()``, a step is counted when the next batch is requested.
+        """
+        return self._loop.progress
+
+    @property
+    def finished(self) -> str | None:
+        """Why the run is over, e.g. ``"epochs=3"``, or None while it is not."""
+        return self._loop.finished
+
+    @property
+    def already_finished(self) -> bool:
+        """Whether the run was over when this launch began: its loops yield nothing.
+
+        Known when a loop has been entered, or ``resume()`` was called. Code after the loop that
+        needs values of the loop belongs under ``if not checkpointer.already_finished:``.
+        """
+        return self._loop.was_finished
 
     def resume(self) -> ResumeReport:
         """Restores everything but the data position and the random state. Collective, idempotent.
@@ -115,7 +139,7 @@ class Checkpointer(StepBoundary):
             NoUsableCheckpointError: there are checkpoints, and none can be used.
             StateMismatchError: the checkpoint does not fit the live objects; nothing was changed.
         """
-        return self._run.resume()
+        return self._loop.resume()
 
     def epochs(self, num_epochs: int) -> Epochs:
         """The absolute numbers of the epochs still to be trained. Collective.
@@ -123,8 +147,8 @@ class Checkpointer(StepBoundary):
         Args:
             num_epochs: the epochs of the whole run, not of this launch.
         """
-        self._enter("epochs", {"epochs": whole_number("epochs", num_epochs, 1)})
-        return Epochs(self, num_epochs)
+        self._loop.enter("epochs", {"epochs": whole_number("epochs", num_epochs, 1)})
+        return Epochs(self, self._loop, num_epochs)
 
     def batches(
         self,
@@ -158,23 +182,23 @@ class Checkpointer(StepBoundary):
             ConfigurationError: another loader of this name is in the middle of an epoch.
             DataPositionError: the loader does not fit the position in the checkpoint.
         """
-        self._check_loader(loader, name)
+        self._loop.check_loader(loader, name)
         if (epochs is not None) + (steps is not None) + repeat > 1:
             raise TypeError("batches() takes one of epochs=, steps= and repeat=True")
         if epochs is None and steps is None:
-            if self._loop is None and not repeat:
+            if self._loop.outermost is None and not repeat:
                 raise TypeError(
                     "batches(loader) alone needs epochs= or steps=, or an epochs() loop; "
                     "a loader beside the loop needs repeat=True"
                 )
-            return Batches.of_epoch(self, loader, name, repeat=repeat)
-        if self._loop == "epochs":
+            return Batches.of_epoch(self, self._loop, loader, name, repeat=repeat)
+        if self._loop.outermost == "epochs":
             raise TypeError("inside epochs() the loop is batches(loader), without a horizon")
         unit, count = ("epochs", epochs) if epochs is not None else ("steps", steps)
-        self._enter("batches", {unit: whole_number(unit, count, 1)}, loader)
+        self._loop.enter("batches", {unit: whole_number(unit, count, 1)}, loader)
         feed = self._run.position.feed(loader, name)
-        self._lead(feed)
-        return Batches(self, feed, epochs=epochs, steps=steps)
+        self._loop.lead(feed)
+        return Batches(self, self._loop, feed, epochs=epochs, steps=steps)
 
     def drive(
         self, *, epochs: int | None = None, steps: int | None = None, one_at_a_time: bool = False
@@ -203,14 +227,10 @@ class Checkpointer(StepBoundary):
                 found="'gradients', in a loop that a framework runs",
                 expected="'boundary'",
             )
-        self._run.let_framework_drive()
-        self._run.find()
-        had_finished = self.finished is not None
         asked = {"epochs": epochs, "steps": steps}
-        horizon = {unit: n for unit, n in asked.items() if n is not None}
-        if horizon:
-            self._run.accept_horizon(horizon)
-        return FrameworkLoop(self, had_finished=had_finished)
+        return FrameworkLoop(
+            self, self._loop, {unit: n for unit, n in asked.items() if n is not None}
+        )
 
     def step(self, *, tokens: int = 0, **values: Any) -> None:
         """Marks one optimizer-step boundary; a save that is due follows at the safe point.
@@ -229,19 +249,7 @@ class Checkpointer(StepBoundary):
             DivergenceError: ``on_divergence="raise"``, and an earlier attempt recorded other values
                 for this step.
         """
-        self._step_without_batch()
-        if not self._in_step:
-            raise LoopError(
-                "step()",
-                found="called without a batch from batches()",
-                expected="a loop over batches()",
-                remedy="Write the loop as: for batch in checkpointer.batches(loader, epochs=...); "
-                "several phases as one epochs(total)",
-            )
-        self._note_marked_step()
-        self._run.counters.count_tokens(tokens)
-        if self._at_step_boundary():
-            self._count_step(values)
+        self._loop.step(tokens, values)
 
     def report(self, **values: float) -> None:
         """Takes metrics of the current step; an improved best metric makes a save due. Collective.
@@ -249,20 +257,14 @@ class Checkpointer(StepBoundary):
         Args:
             **values: e.g. ``eval_loss=0.5``; rank 0's values count.
         """
-        agreed = self._run.world.broadcast(metric_values(values))
-        self._reported.update(agreed)
-        if self._run.selection.report(agreed, self.progress.step + self._has_uncounted_step):
-            self._saves.request()
+        self._loop.report(metric_values(values))
 
     def save(self) -> None:
         """Makes a save due at the next safe point; outside a loop, at once. Collective.
 
         With ``async_save`` its files may still be written when training continues: ``wait()``.
         """
-        self._saves.request()
-        if self._loop is None:
-            self._run.resume()
-            self._saves.make()
+        self._loop.save()
 
     def wait(self) -> None:
         """Returns when every save that was made is durable, on every rank. Collective.
@@ -273,11 +275,11 @@ class Checkpointer(StepBoundary):
             SaveError: the save in flight has failed, on whichever rank; the previous checkpoint is
                 untouched.
         """
-        self._saves.wait()
+        self._loop.saves.wait()
 
     def stop(self, reason: str) -> None:
         """Finishes the run at the next safe point; a relaunch finds it finished. Collective."""
-        self._stop_reason = reason
+        self._loop.stop(reason)
 
     def best(self) -> BestCheckpoint | None:
         """The best committed checkpoint by ``best_metric``, or None if there is none yet.
@@ -298,30 +300,12 @@ class Checkpointer(StepBoundary):
         Raises:
             SaveError: a save has failed, unless ``on_save_error="warn"``.
         """
-        self._count_taken_step()
-        try:
-            self._save_what_is_due()
-        finally:
-            self._wait_and_release()
+        self._loop.close()
 
-    def _save_what_is_due(self) -> None:
-        saves = self._saves
-        saves.is_ending = True
-        is_due = self._stop_reason is not None or (saves.is_due and self._may_save())
-        if self._loop is not None and is_due:
-            is_over = self._loop == "epochs" and any(each.used_up for each in self._sources)
-            if self._has_no_loop and self._in_step:  # an epoch without batches is over
-                is_over = True
-                self._next_epoch(self._epoch + 1)
-            self._run.variables.leave(is_epoch_over=is_over)
-            self._pass_safe_point(None)
-
-    def _wait_and_release(self) -> None:
-        """Waits for the save in flight, and gives back what this process holds."""
-        try:
-            self._saves.finish()
-        finally:
-            self._release()
+    @property
+    def _sources(self) -> Collection[Any]:
+        """The loaders that were opened."""
+        return self._loop.sources
 
     def __enter__(self) -> Self:
         return self
@@ -335,11 +319,7 @@ class Checkpointer(StepBoundary):
         if kind is None:
             self.close()
         else:
-            # Nor at exit, should somebody catch the error: a step is half done.
-            self._saves.forget()
-            self._in_step = False
-            self._stop_reason = None
-            self._release()
+            self._loop.abandon()
 
     def _close_at_exit(self) -> None:
         """Closes at normal exit; after an uncaught exception nothing new is saved."""

@@ -24,7 +24,8 @@ from resumekit.adapters.torch import Checkpointer
 from resumekit.errors import ConfigurationError, Preempted, SaveError
 from resumekit.record.moments import durable_steps, read_trace
 from resumekit.record.trace import TRACE_VARIABLE
-from resumekit.run.saving import RequestExchange, drain
+from resumekit.run.due_saves import RequestExchange
+from resumekit.run.saving import drain
 from resumekit.run.saving.snapshot import Snapshot
 from resumekit.serialization import read_payload
 from resumekit.storage import LocalFileSystem, StepName, Store
@@ -151,7 +152,7 @@ def test_training_continues_while_a_checkpoint_of_its_safe_point_is_written(
             gate.opened.clear()
         elif step == 5:  # the save is two steps old, and everything has changed since
             assert training.saved() == []
-            training.checkpointer._run._fingerprint["changed"] = "later"
+            training.checkpointer._run.running.agreed.fingerprint["changed"] = "later"
             gate.opened.set()
             training.checkpointer.wait()
             assert training.saved() == [3]
@@ -345,7 +346,7 @@ def test_a_save_is_skipped_while_any_rank_is_busy(tmp_path: Path) -> None:
     training = Training(tmp_path, save_every=2, on_save_in_flight="skip")
     other = SimpleNamespace(world_size=2, rank=0)
     other.start_max = lambda values: lambda: [*values[:2], 1, *values[3:]]  # it is always busy
-    training.checkpointer._saves._requests = RequestExchange(other)  # type: ignore[arg-type]
+    training.checkpointer._loop.saves._requests = RequestExchange(other)  # type: ignore[arg-type]
     training.train(dict.fromkeys(range(11), training.checkpointer._run.in_flight.wait_for_own))
     training.checkpointer.close()
     assert training.saved() == [2, 10]

@@ -18,10 +18,10 @@ import torch
 
 from resumekit.distributed import World
 from resumekit.errors import ResumekitError, SaveError
-from resumekit.run.saving import RequestExchange, Requests, drain
+from resumekit.run.due_saves import RequestExchange, Requests
+from resumekit.run.saving import drain
 from resumekit.run.saving.background import Work, add_work
-from resumekit.run.saving.in_flight import BackgroundSave, SaveJob
-from resumekit.run.saving.processes import Processes, ProcessId
+from resumekit.run.saving.in_flight import Processes, ProcessId, SaveJob
 from resumekit.serialization import Payload
 from resumekit.storage import Manifest, Part, RetentionPolicy, StepName, Store
 
@@ -65,11 +65,10 @@ class TwoRanks:
             NUMBER,
         )
 
-    def save(self, rank_1: ProcessId | None = None) -> BackgroundSave:
+    def save(self, rank_1: ProcessId | None = None) -> SaveJob:
         others = Processes("node", {} if rank_1 is None else {1: rank_1})
-        save = BackgroundSave(self.job, others)
-        add_work(save.work)
-        return save
+        self.job.start(others)
+        return self.job
 
     def leave_part(self, **changes: Any) -> None:
         """Rank 1 writes its files and leaves its part."""
@@ -77,7 +76,7 @@ class TwoRanks:
         whole = {"step": STEP.step, "save_number": NUMBER, "rank": 1, "files": files, **changes}
         self.staging.leave_part(Part(self.store.run_id, self.store.attempt, **whole))
 
-    def error_of(self, save: BackgroundSave) -> ResumekitError | None:
+    def error_of(self, save: SaveJob) -> ResumekitError | None:
         return save.work.wait()
 
     @property

@@ -302,7 +302,7 @@ def test_a_changed_cost_is_logged_when_it_changes_the_interval_by_a_quarter(
 def test_a_save_on_request_is_measured_as_well(tmp_path: Path, clock: SimpleNamespace) -> None:
     checkpointer = make(tmp_path, clock, 2.0)
     checkpointer.save()
-    cadence = checkpointer._saves._cadence
+    cadence = checkpointer._loop.saves._cadence
     checkpointer.close()
     assert cadence.chosen == SaveInterval(2.0, DAY)
 
@@ -334,4 +334,4 @@ def test_the_clock_of_rank_0_counts(
     checkpointer = make(tmp_path, clock, 1.0)
     monkeypatch.setattr(checkpointer._run, "world", Rank(rank))
     clock.now += FIRST_SAVE_SECONDS
-    assert checkpointer._saves.exchange(0).save == (rank == 0)
+    assert checkpointer._loop.saves.exchange(0).save == (rank == 0)

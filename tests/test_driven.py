@@ -16,7 +16,7 @@ from resumekit import Checkpointer, StateComponent
 from resumekit.adapters.torch import Checkpointer as TorchCheckpointer
 from resumekit.capture import state_components
 from resumekit.errors import DriftError, LoopError, StateMismatchError
-from resumekit.run import FrameworkLoop
+from resumekit.run import FrameworkLoop, Loop, RunState
 
 NUM_BATCHES = 4
 NUM_EPOCHS = 3
@@ -247,33 +247,46 @@ def test_an_epoch_left_at_its_last_batch_is_over(tmp_path: Path) -> None:
     assert counts == [NUM_BATCHES, NUM_BATCHES]
 
 
-class Counting(TorchCheckpointer):
-    """An adapter of a framework that counts steps itself: one for every two batches."""
+class Counting(Loop):
+    """The loop of a framework that counts steps itself: one for every two batches."""
 
     micro_steps = counted = 0
 
-    def _at_step_boundary(self) -> bool:
+    def at_step_boundary(self) -> bool:
         return self.micro_steps % 2 == 0
 
-    def _count_taken_step(self) -> None:
+    def count_taken_step(self) -> None:
         if self.micro_steps // 2 > self.counted:
-            self.step()
+            self.step(0, {})
             self.counted += 1
+
+
+def counting(directory: Path, framework: Framework) -> tuple[Checkpointer, Counting]:
+    """A Checkpointer that saves each step, and its loop."""
+    optimizer = torch.optim.AdamW(framework.model.parameters())
+    components = state_components(model=framework.model, optimizer=optimizer)
+    loops: list[Counting] = []
+
+    def make_loop(run: RunState) -> Counting:
+        loops.append(Counting(run))
+        return loops[0]
+
+    checkpointer = Checkpointer(directory, components=components, make_loop=make_loop, save_every=1)
+    return checkpointer, loops[0]
 
 
 @pytest.mark.parametrize("loop", ["batches", "epochs", "steps"])
 def test_steps_that_the_framework_counts_need_no_call(tmp_path: Path, loop: str) -> None:
     framework = make()
-    optimizer = torch.optim.AdamW(framework.model.parameters())
-    checkpointer = Counting(tmp_path, model=framework.model, optimizer=optimizer, save_every=1)
+    checkpointer, counts = counting(tmp_path, framework)
     if loop == "epochs":
         for _ in checkpointer.epochs(2):
             for _ in checkpointer.batches(framework.loader):
-                checkpointer.micro_steps += 1
+                counts.micro_steps += 1
     else:
         horizon: Any = {"epochs": 2} if loop == "batches" else {"steps": 4}
         for _ in checkpointer.batches(framework.loader, **horizon):
-            checkpointer.micro_steps += 1
+            counts.micro_steps += 1
     assert checkpointer.progress.step == 4
     assert checkpointer.finished
     checkpointer.close()
@@ -281,11 +294,10 @@ def test_steps_that_the_framework_counts_need_no_call(tmp_path: Path, loop: str)
 
 def test_tokens_add_up_over_an_accumulation_window(tmp_path: Path) -> None:
     framework = make()
-    optimizer = torch.optim.AdamW(framework.model.parameters())
-    checkpointer = Counting(tmp_path, model=framework.model, optimizer=optimizer)
-    checkpointer.counted = 100  # every step is marked by the loop
+    checkpointer, counts = counting(tmp_path, framework)
+    counts.counted = 100  # every step is marked by the loop
     for _ in checkpointer.batches(framework.loader, epochs=1):
-        checkpointer.micro_steps += 1
+        counts.micro_steps += 1
         checkpointer.step(tokens=10)
     assert (checkpointer.progress.step, checkpointer.progress.tokens) == (2, 40)
     checkpointer.close()

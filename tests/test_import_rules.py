@@ -177,7 +177,7 @@ STARTS_PROCESSES = {
 READS_PROC = {
     "resumekit/record/conditions.py": "model of the processor and version of the driver",
     "resumekit/replay/mounts.py": "mount points, and the user ids of a new namespace",
-    "resumekit/run/saving/processes.py": "the start time of a rank, in ticks since the boot",
+    "resumekit/run/saving/in_flight.py": "the start time of a rank, in ticks since the boot",
     "resumekit/storage/io/file_system.py": "opens a file again by its descriptor, with other flags",
 }
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit.adapters.torch import Checkpointer
 from resumekit.errors import ConfigurationError, Preempted, RankDisagreementError
-from resumekit.run.saving import LeaveSignals, RequestExchange, Requests
+from resumekit.run.due_saves import LeaveSignals, RequestExchange, Requests
 
 pytestmark = pytest.mark.usefixtures("signal_handlers")
 
@@ -241,8 +241,8 @@ def test_a_timer_that_all_ranks_know_of_is_not_requested_again(
     training, other, now = Training(tmp_path, save_every="1h", keep_latest=None), OtherRank(), [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0])
     monkeypatch.setattr("resumekit.cadence.time", clock)
-    training.checkpointer._saves._cadence.restart()  # by this clock
-    training.checkpointer._saves._requests = RequestExchange(other)  # type: ignore[arg-type]
+    training.checkpointer._loop.saves._cadence.restart()  # by this clock
+    training.checkpointer._loop.saves._requests = RequestExchange(other)  # type: ignore[arg-type]
     for step, (batch,) in enumerate(training.checkpointer.batches(training.loader, epochs=1)):
         training.model(batch).sum().backward()
         training.optimizer.step()

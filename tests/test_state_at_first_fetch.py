@@ -22,8 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from resumekit.adapters.torch import Checkpointer
 from resumekit.errors import IncompleteLoadError, InexactError, StateMismatchError
 from resumekit.record.trace import rng_digests
-from resumekit.run import Run
-from resumekit.run.resuming import restore_again
+from resumekit.run.resuming import loading
 from resumekit.run.resuming.loading import Loading
 from resumekit.serialization import state_digest
 
@@ -255,7 +254,7 @@ def resumed(tmp_path: Path, change: Callable[[Training], None], *crashes: int, *
 @pytest.fixture
 def disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the script changes is not restored again."""
-    monkeypatch.setattr(Run, "restore_again", lambda self: None)
+    monkeypatch.setattr(loading.RestoredState, "restore", lambda self: ([], []))
 
 
 @pytest.mark.parametrize(("change", "key"), EVERY)
@@ -315,7 +314,7 @@ def test_nothing_is_read_twice_where_nothing_has_changed(
 
 
 def test_a_new_run_takes_no_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restore_again, "state_digest", None)
+    monkeypatch.setattr(loading, "state_digest", None)
     assert max(Training(tmp_path, halve_learning_rate).train().states) == 32
 
 

@@ -12,6 +12,7 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from resumekit.adapters.accelerate.save_state import SavedStates
 from resumekit.errors import ConfigurationError
 from resumekit.frameworks.accelerate import ENGINE, MODELS
 from resumekit.requirements import check_tested, require
-from resumekit.run import Options, StepsTaken, checked_extras, require_order
+from resumekit.run import Loop, Options, RunState, StepsTaken, checked_extras, require_order
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -82,7 +83,6 @@ class Checkpointer(_Checkpointer):
             strict=Options.from_keywords(options).strict,
             warns=accelerator.is_main_process,
         )
-        self._accelerator = accelerator
         extras = checked_extras(extras)
         prepared = PreparedObjects(
             accelerator,
@@ -96,13 +96,14 @@ class Checkpointer(_Checkpointer):
             components=prepared.components(),
             extras=extras,
             generators=generators,
+            make_loop=partial(PreparedLoop, accelerator=accelerator),
             **options,
         )
         wrapped = ENGINE.of(accelerator)
         # accelerate 1.15 utils/deepspeed.py: the engine steps inside of accelerator.backward().
         engine = None if wrapped is None else wrapped.engine
         # With several, as in adversarial training, a step is complete when each has taken one.
-        self._steps_taken = StepsTaken(needs_all=True, engine=engine)
+        self._loop.steps_taken = StepsTaken(needs_all=True, engine=engine)
         self._states = SavedStates(
             accelerator, save=self._save_state, resume_up_to=self._resume_up_to
         )
@@ -114,24 +115,37 @@ class Checkpointer(_Checkpointer):
 
     def _save_state(self) -> dict[str, Any] | None:
         """In ``accelerator.save_state``: this step is saved when all of its code has run."""
-        if self._loop is None:
+        if self._loop.outermost is None:
             return None
         self.save()
-        is_counted = self._stepped or self.finished is not None
+        is_counted = self._loop.stepped or self.finished is not None
         step = self.progress.step if is_counted else self.progress.step + 1
-        return {"run_id": self._run_id, "step": step}
+        return {"run_id": self._run.run_id, "step": step}
 
     def _resume_up_to(self, step_of: Callable[[str], int | None]) -> bool:
         """In ``accelerator.load_state``: whether the run resumes from a checkpoint."""
-        if not self._find(step_of):
+        if not self._loop.find(step_of):
             return False
         self.resume()
         return True
 
-    def _check_loader(self, loader: Any, name: str | None) -> None:
+
+class PreparedLoop(Loop):
+    """A loop over prepared loaders, with the steps of an Accelerator.
+
+    Args:
+        run: the run.
+        accelerator: the ``accelerate.Accelerator``.
+    """
+
+    def __init__(self, run: RunState, *, accelerator: Any) -> None:
+        super().__init__(run)
+        self._accelerator = accelerator
+
+    def check_loader(self, loader: Any, name: str | None) -> None:
         warns = self._accelerator.is_main_process
         check_prepared(loader, name, prepared=LOADERS.of(self._accelerator), warns=warns)
 
-    def _at_step_boundary(self) -> bool:
+    def at_step_boundary(self) -> bool:
         """Not inside an accumulation window."""
         return bool(self._accelerator.sync_gradients)

@@ -17,8 +17,10 @@ from typing import Any
 
 from overwriting import overwrite_everything
 
-from resumekit.run.saving import drain, saver
-from resumekit.run.saving.saver import Saver
+from resumekit.run import due_saves
+from resumekit.run import save as saving
+from resumekit.run.run import RunState
+from resumekit.run.saving import drain
 from resumekit.serialization import Payload, leaf_digests
 from resumekit.state import StateComponent
 from resumekit.storage import FileEntry, LocalFileSystem, Staging, store
@@ -89,20 +91,20 @@ def save_once(
             return Payload.of_states(*self.made_of, frozen=self.frozen_names).write(staging)
 
     made: list[WithStates] = []
-    saver.Payload = WithStates  # type: ignore[misc]
+    saving.Payload = WithStates  # type: ignore[misc]
     if mode == "not copied":
         Payload.copy_into = lambda self, memory, **_: None  # type: ignore[method-assign]
-    save = Saver.save
+    save = saving.save
 
-    def save_and_end(self: Saver, progress: Any, *arguments: Any, **named: Any) -> bool:
+    def save_and_end(run: RunState, **named: Any) -> None:
         made.clear()
-        is_in_flight = save(self, progress, *arguments, **named)
-        if progress.step != step:
-            return is_in_flight
+        save(run, **named)
+        if run.counters.step != step:
+            return
         try:
             if mode != "synchronous":
-                assert is_in_flight, "the save was synchronous"
-                changed = overwritten(self.components, *(each.made_of for each in made))
+                assert run.in_flight.step == step, "the save was synchronous"
+                changed = overwritten(run.components, *(each.made_of for each in made))
                 rank = os.environ.get("RANK", "0")
                 Path(directory, CHANGED.format(rank=rank)).write_text(json.dumps(changed))
                 may_write.set()
@@ -112,7 +114,7 @@ def save_once(
             traceback.print_exc()
             os._exit(1)
 
-    Saver.save = save_and_end  # type: ignore[method-assign]
+    due_saves.save = save_and_end  # type: ignore[assignment]
     load_function(function)(directory, **options, async_save=mode != "synchronous")
     raise AssertionError(f"no save was made at step {step}")
 

@@ -38,6 +38,7 @@ _KEPT = (
     "re",
     "resumekit.distributed",
     "resumekit.log",
+    "resumekit.run.save",
     "resumekit.run.saving",
     "resumekit.storage",
     "socket",

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from resumekit.run import Run
+from resumekit.run.resuming.loading import RestoredState
 from resumekit.serialization import local_part
 
 NUM_SAMPLES, BATCH_SIZE, EPOCHS, SAVE_EVERY = 64, 8, 3, 5
@@ -81,7 +81,7 @@ def run_loop(parts: Parts, loader: Any, change: str, *, is_restored: bool) -> No
         is_restored: False for the negative control, which leaves the second change as it is.
     """
     if not is_restored:
-        Run.restore_again = lambda self: None  # type: ignore[method-assign]
+        RestoredState.restore = lambda self: ([], [])  # type: ignore[method-assign]
     checkpointer = parts.checkpointer
     for _ in checkpointer.epochs(EPOCHS):
         CHANGES[change](parts)
@@ -233,7 +233,7 @@ def train_deepspeed(
     loader = make_loader(num_ranks, rank)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     if not is_restored:
-        Run.restore_again = lambda self: None  # type: ignore[method-assign]
+        RestoredState.restore = lambda self: ([], [])  # type: ignore[method-assign]
     for _ in checkpointer.epochs(EPOCHS):
         if change == "all":
             for parameter in engine.module.parameters():

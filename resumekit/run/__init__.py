@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from resumekit.run.components import weakly
-from resumekit.run.framework_loop import FrameworkLoop
-from resumekit.run.loops import Batches, Epochs
+from resumekit.run.loop import Loop
+from resumekit.run.loops import Batches, Epochs, FrameworkLoop
 from resumekit.run.options import (
     OptionKeywords,
     Options,
@@ -19,8 +19,7 @@ from resumekit.run.options import (
 from resumekit.run.progress import Progress
 from resumekit.run.report import ResumeReport
 from resumekit.run.resuming.finder import read_sharded_component
-from resumekit.run.run import Components, Run
-from resumekit.run.step_boundary import StepBoundary
+from resumekit.run.run import Components, RunState
 from resumekit.run.steps_taken import StepsTaken
 
 __all__ = [
@@ -28,12 +27,12 @@ __all__ = [
     "Components",
     "Epochs",
     "FrameworkLoop",
+    "Loop",
     "OptionKeywords",
     "Options",
     "Progress",
     "ResumeReport",
-    "Run",
-    "StepBoundary",
+    "RunState",
     "StepsTaken",
     "check_components",
     "checked_extras",

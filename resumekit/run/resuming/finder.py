@@ -66,10 +66,13 @@ class LoadBuffer:
         world: the ranks. Collective.
         snapshot: the memory of the saves; none is in flight.
         is_kept: whether saves will use it.
+
+    Attributes:
+        num_ranks_here: the ranks on this node.
     """
 
     def __init__(self, world: World, snapshot: Snapshot, *, is_kept: bool) -> None:
-        self._num_here = world.gather(world.node).count(world.node)
+        self.num_ranks_here = world.gather(world.node).count(world.node)
         self._snapshot = snapshot
         self._is_kept = is_kept
         self._memory: LoadMemory | None = None
@@ -83,7 +86,7 @@ class LoadBuffer:
         self._memory = None
         if num_bytes == 0:
             return None
-        if not self._snapshot.fits(num_bytes, (self._num_here - 1) * num_bytes):
+        if not self._snapshot.fits(num_bytes, (self.num_ranks_here - 1) * num_bytes):
             size = human_bytes(num_bytes)
             logger.debug("no memory for %s of tensors: they are read twice, by blocks", size)
             return None

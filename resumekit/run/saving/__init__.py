@@ -1,20 +1,13 @@
-"""How a checkpoint is saved: what triggers it, what each rank writes, and the commit."""
+"""How a checkpoint is saved: what each rank writes, beside the training too, and the commit."""
 
 from __future__ import annotations
 
 from resumekit.run.saving.background import abandon_work, drain
 from resumekit.run.saving.in_flight import SaveInFlight
-from resumekit.run.saving.requests import NOTHING, LeaveSignals, RequestExchange, Requests
-from resumekit.run.saving.saver import Saver
 from resumekit.run.saving.snapshot import Snapshot
 
 __all__ = [
-    "NOTHING",
-    "LeaveSignals",
-    "RequestExchange",
-    "Requests",
     "SaveInFlight",
-    "Saver",
     "Snapshot",
     "abandon_work",
     "drain",

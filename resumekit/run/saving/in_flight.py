@@ -10,12 +10,14 @@ checkpoint stays.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 from resumekit.distributed import World, as_error, from_rank
@@ -23,17 +25,14 @@ from resumekit.errors import ResumekitError, SaveError, SharedDirectoryError
 from resumekit.log import logger
 from resumekit.progress_display import human_bytes
 from resumekit.run.saving.background import Work, add_work
-from resumekit.run.saving.processes import Processes
 from resumekit.run.saving.snapshot import Snapshot
 from resumekit.serialization import Payload
 from resumekit.storage import (
     FileEntry,
     Manifest,
     Part,
-    Parts,
     RetentionPolicy,
     Staging,
-    StepName,
     Store,
     num_threads,
 )
@@ -41,9 +40,13 @@ from resumekit.storage import (
 Payloads = Sequence[Payload]
 
 
-@dataclass
+# How often rank 0 looks for the parts: seldom when it takes long.
+_FIRST_PAUSE_SECONDS = 0.002
+_LONGEST_PAUSE_SECONDS = 0.1
+
+
 class SaveJob:
-    """One save of one rank.
+    """One save of one rank: made at once by its methods, or in the background by ``start``.
 
     Args:
         world: the ranks.
@@ -56,21 +59,28 @@ class SaveJob:
 
     Attributes:
         files: that this rank has written, once ``write`` has returned.
+        work: in the queue of the background thread, once it was started.
     """
 
-    world: World
-    store: Store
-    staging: Callable[[], Staging]
-    payloads: Payloads
-    manifest: Manifest
-    retention: RetentionPolicy
-    save_number: int
-    files: tuple[FileEntry, ...] = ()
-
-    @property
-    def name(self) -> StepName:
-        """Of the checkpoint."""
-        return self.manifest.name
+    def __init__(
+        self,
+        world: World,
+        store: Store,
+        staging: Callable[[], Staging],
+        payloads: Payloads,
+        manifest: Manifest,
+        retention: RetentionPolicy,
+        save_number: int,
+    ) -> None:
+        self.store, self.staging, self.payloads = store, staging, payloads
+        self.manifest, self.name = manifest, manifest.name
+        self.files: tuple[FileEntry, ...] = ()
+        self.work: Work
+        self._processes: Processes
+        self._world, self._retention, self._save_number = world, retention, save_number
+        self._written = threading.Event()
+        self._write_error: ResumekitError | None = None
+        self._given_up: ResumekitError | None = None
 
     def write(self) -> tuple[FileEntry, ...]:
         """This rank's lines of the inventory, once its files survive a power cut.
@@ -83,27 +93,6 @@ class SaveJob:
         with staging.writing():
             self.files = tuple(entry for each in self.payloads for entry in each.write(staging))
         return self.files
-
-    def leave_part(self, files: Iterable[FileEntry] = (), error: str | None = None) -> None:
-        """Reports to rank 0 what this rank has written, or why it has not.
-
-        Raises:
-            SaveError: the report could not be written.
-            SharedDirectoryError: this rank does not see what rank 0 has made.
-        """
-        run_id, attempt = self.manifest.run_id, self.manifest.attempt
-        step, rank = self.manifest.step, self.world.rank
-        part = Part(run_id, attempt, step, self.save_number, rank, tuple(files), error)
-        self.staging().leave_part(part)
-
-    def parts(self) -> Parts:
-        """The reports of all ranks. Rank 0 only."""
-        return self.staging().parts(
-            run_id=self.manifest.run_id,
-            attempt=self.manifest.attempt,
-            save_number=self.save_number,
-            world_size=self.world.world_size,
-        )
 
     def commit(self, files: Iterable[FileEntry]) -> None:
         """Makes the checkpoint of all ranks' files. Rank 0 only.
@@ -122,55 +111,13 @@ class SaveJob:
 
     def retain(self) -> None:
         """Renames old checkpoints away; ``empty_trash`` frees their space. Rank 0 only."""
-        _logged(lambda: self.store.retain(self.retention))
+        _logged(lambda: self.store.retain(self._retention))
 
     def empty_trash(self) -> None:
         """Removes the files of old checkpoints, which may take long. Rank 0 only."""
         _logged(self.store.empty_trash)
 
-
-def _logged(removal: Callable[[], object]) -> None:
-    try:
-        removal()
-    except SaveError as error:
-        logger.warning("old checkpoints could not be removed: %s", error)
-
-
-# ---------------------------------------------------------------- one rank, in the background
-
-# How often rank 0 looks for the parts: seldom when it takes long.
-_FIRST_PAUSE_SECONDS = 0.002
-_LONGEST_PAUSE_SECONDS = 0.1
-
-
-class BackgroundSave:
-    """One save in the background, as one rank sees it.
-
-    Args:
-        job: what is to be done.
-        processes: of all ranks.
-
-    Attributes:
-        name: of the checkpoint.
-        manifest: of the checkpoint, but for the files.
-        micro_step: that it is of.
-        files: that this rank has written; read them when ``work`` is done.
-        work: in the queue of the background thread.
-    """
-
-    def __init__(self, job: SaveJob, processes: Processes) -> None:
-        self.name = job.name
-        self.manifest = job.manifest
-        self.files: tuple[FileEntry, ...] = ()
-        self.micro_step: int = job.manifest.progress["micro_step"]
-        self._world = job.world
-        self._processes = processes
-        self._written = threading.Event()
-        self._write_error: ResumekitError | None = None
-        self._given_up: ResumekitError | None = None
-        self._staging = job.staging
-        what = f"the save at step {self.name.step}"
-        self.work = Work(what, lambda: self._save(job))
+    # ---------------------------------------------------------------- one rank waits for it
 
     @property
     def has_failed(self) -> bool:
@@ -193,20 +140,29 @@ class BackgroundSave:
         first = self._world.ranks[:1]
         while time.monotonic() < deadline and not self._processes.ended(first):
             try:
-                self._staging()
+                self.staging()
             except SharedDirectoryError:  # it is not there any more
                 return
             time.sleep(_LONGEST_PAUSE_SECONDS)
 
     # ---------------------------------------------------------------- in the background
 
-    def _save(self, job: SaveJob) -> ResumekitError | None:
-        self._write_error = error = self._attempt(lambda: self._write(job))
+    def start(self, processes: Processes) -> None:
+        """Hands it to the background thread; ``processes`` are those of all ranks."""
+        self._processes = processes
+        # The queue may keep the work for long, which forgets the job, and so the run directory.
+        self.work = Work(f"the save at step {self.name.step}", self._save)
+        add_work(self.work)
+
+    def _save(self) -> ResumekitError | None:
+        """Writes this rank's files; rank 0 then commits the checkpoint of all ranks."""
+        self._write_error = error = self._attempt(self._write)
         self._written.set()
         if self._world.is_first:
-            error = error or self._attempt(lambda: self._commit(job))
+            error = error or self._attempt(self._commit)
             if error is not None:
-                self._attempt(job.abandon)
+                self._attempt(self.abandon)
+        self.payloads = ()
         return error
 
     def _attempt(self, action: Callable[[], object]) -> ResumekitError | None:
@@ -216,26 +172,36 @@ class BackgroundSave:
             return as_error(self._world.rank, error)
         return None
 
-    def _write(self, job: SaveJob) -> None:
-        is_alone = self._world.world_size == 1
+    def _write(self) -> None:
         try:
-            self.files = job.write()
+            self.write()
         except Exception as error:
-            if not is_alone:
-                with suppress(ResumekitError):  # rank 0 learns of it from this rank's requests too
-                    job.leave_part(error=str(error))
+            with suppress(ResumekitError):  # rank 0 learns of it from this rank's requests too
+                self._leave_part((), str(error))
             raise
-        if not is_alone:
-            job.leave_part(self.files)
+        self._leave_part(self.files)
 
-    def _commit(self, job: SaveJob) -> None:
-        job.commit(self.files if self._world.world_size == 1 else self._files_of_all(job))
-        job.retain()
-        job.empty_trash()
+    def _leave_part(self, files: tuple[FileEntry, ...], error: str | None = None) -> None:
+        """Reports to rank 0 what this rank has written, or why it has not."""
+        if self._world.world_size > 1:
+            manifest, number = self.manifest, self._save_number
+            run_id, attempt, rank = manifest.run_id, manifest.attempt, self._world.rank
+            part = Part(run_id, attempt, manifest.step, number, rank, files, error)
+            self.staging().leave_part(part)
 
-    def _files_of_all(self, job: SaveJob) -> tuple[FileEntry, ...]:
-        parts, pause = job.parts(), _FIRST_PAUSE_SECONDS
-        deadline = time.monotonic() + self._world.timeout_seconds
+    def _commit(self) -> None:
+        self.commit(self.files if self._world.world_size == 1 else self._files_of_all())
+        self.retain()
+        self.empty_trash()
+
+    def _files_of_all(self) -> tuple[FileEntry, ...]:
+        parts = self.staging().parts(
+            run_id=self.manifest.run_id,
+            attempt=self.manifest.attempt,
+            save_number=self._save_number,
+            world_size=self._world.world_size,
+        )
+        pause, deadline = _FIRST_PAUSE_SECONDS, time.monotonic() + self._world.timeout_seconds
         while not parts.look():
             if self._given_up is not None:
                 raise self._given_up
@@ -256,22 +222,33 @@ class BackgroundSave:
         )
 
 
+def _logged(removal: Callable[[], object]) -> None:
+    try:
+        removal()
+    except SaveError as error:
+        logger.warning("old checkpoints could not be removed: %s", error)
+
+
 # ---------------------------------------------------------------- the collective acts
 
 _NUM_MEASURED = 3
 
 
-class CopySize(NamedTuple):
-    """The memory that one rank's copy of its state takes.
+class Demand(NamedTuple):
+    """What a save of one rank takes.
 
     Args:
         node: of the rank.
-        num_bytes: of the copy.
+        num_bytes: of its files.
+        num_files: that it writes.
+        copy_bytes: of a copy in memory.
         growth: how many of these are not allocated yet.
     """
 
     node: str
     num_bytes: int
+    num_files: int
+    copy_bytes: int
     growth: int
 
 
@@ -290,7 +267,7 @@ class SaveInFlight:
     def __init__(self, world: World, *, must_fit: bool) -> None:
         self._world = world
         self._must_fit = must_fit
-        self._save: BackgroundSave | None = None
+        self._save: SaveJob | None = None
         self._deletion: Work | None = None
         self._processes: Processes | None = None  # known from the first save on
         self.snapshot = Snapshot()
@@ -310,11 +287,6 @@ class SaveInFlight:
     def manifest(self) -> Manifest | None:
         """Of the save in flight, but for the files; None without one. The same on all ranks."""
         return None if self._save is None else self._save.manifest
-
-    @property
-    def micro_step(self) -> int | None:
-        """That the save in flight is of; None without one. The same on all ranks."""
-        return None if self._save is None else self._save.micro_step
 
     @property
     def is_busy(self) -> bool:
@@ -345,31 +317,37 @@ class SaveInFlight:
         self._number += 1
         return self._number
 
-    def size_of_copy(self, payloads: Payloads) -> CopySize:
-        """The memory that a copy of all that this rank writes takes."""
-        num_bytes = self.snapshot.needed_bytes(payloads)
-        return CopySize(self._world.node, num_bytes, self.snapshot.growth(num_bytes))
+    def demand(self, payloads: Payloads) -> Demand:
+        """What the save of these payloads takes on this rank."""
+        copy_bytes = self.snapshot.needed_bytes(payloads)
+        return Demand(
+            self._world.node,
+            sum(payload.num_bytes for payload in payloads),
+            sum(payload.num_files for payload in payloads),
+            copy_bytes,
+            self.snapshot.growth(copy_bytes),
+        )
 
-    def accepts(self, copies: Sequence[CopySize]) -> bool:
+    def accepts(self, demands: Sequence[Demand]) -> bool:
         """Whether the ranks copy their state. Collective; logs the size once.
 
         Args:
-            copies: of each rank.
+            demands: of each rank.
         """
-        sizes = [copy.num_bytes for copy in copies]
+        sizes = [each.copy_bytes for each in demands]
         if sizes == self._sizes:
             return self._accepts
-        own_copy = copies[self._world.ranks.index(self._world.rank)]
-        here = [copy for copy in copies if copy.node == own_copy.node]
+        own = demands[self._world.ranks.index(self._world.rank)]
+        here = [each for each in demands if each.node == own.node]
         self._num_threads = num_threads(len(here))
-        others = sum(copy.growth for copy in here) - own_copy.growth
+        others = sum(each.growth for each in here) - own.growth
         accepted = not self._must_fit or all(
-            self._world.gather(self.snapshot.fits(own_copy.num_bytes, others))
+            self._world.gather(self.snapshot.fits(own.copy_bytes, others))
         )
         if self._world.is_first and (self._sizes is None or accepted != self._accepts):
-            of_node = f", {human_bytes(sum(copy.num_bytes for copy in here))} on its node"
+            of_node = f", {human_bytes(sum(each.copy_bytes for each in here))} on its node"
             several = of_node if len(here) > 1 else ""
-            size = f"{human_bytes(own_copy.num_bytes)} on rank 0{several}"
+            size = f"{human_bytes(own.copy_bytes)} on rank 0{several}"
             logger.info(
                 "async saves keep a copy of the state in host memory: %s"
                 if accepted
@@ -389,8 +367,8 @@ class SaveInFlight:
         assert self._save is None, "at most one save is in flight"
         if self._processes is None:
             self._processes = Processes.of(self._world)
-        self._save = BackgroundSave(job, self._processes)
-        add_work(self._save.work)
+        self._save = job
+        job.start(self._processes)
 
     def empty_trash(self, job: SaveJob) -> None:
         """Removes the files of old checkpoints in the background. Rank 0 only."""
@@ -403,7 +381,7 @@ class SaveInFlight:
         if deletion is not None:
             deletion.wait()
 
-    def finish(self) -> BackgroundSave | None:
+    def finish(self) -> SaveJob | None:
         """Waits for the save in flight on all ranks. Collective.
 
         Returns:
@@ -444,3 +422,92 @@ class SaveInFlight:
         self.wait_for_own()
         if self._save is not None and not self._world.is_first:
             self._save.wait_for_first()
+
+
+# ---------------------------------------------------------------- the processes of the ranks
+
+# Which have ended, as far as one node can see. No collective but the exchange.
+#
+# Not psutil: ranks compare start times, and create_time() of psutil 7.2 adds the time of the boot,
+# which moves when the clock of the node is set. A number of ticks since the boot never changes.
+_ENDED = "ZX"  # states in /proc/<pid>/stat of a process that runs no more
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """A process, also when its number is given to another one later.
+
+    Args:
+        node: its host among those of the job.
+        pid: its number there.
+        started: when it began, in clock ticks since the boot; empty where the system has no /proc.
+    """
+
+    node: str
+    pid: int
+    started: str
+
+    @classmethod
+    def of_this_process(cls, node: str) -> ProcessId:
+        """This process."""
+        _, started = _look(os.getpid()) or ("", "")
+        return cls(node, os.getpid(), started)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is no such process on this node any more."""
+        found = _look(self.pid)
+        if found is None:
+            return True
+        state, started = found
+        return started != self.started or state in _ENDED
+
+
+class Processes:
+    """The processes of all ranks.
+
+    Args:
+        node: of this rank.
+        by_rank: the process of each rank.
+    """
+
+    def __init__(self, node: str, by_rank: dict[int, ProcessId]) -> None:
+        # A process of another container may be on this node and yet invisible.
+        self._watched = {
+            rank: process
+            for rank, process in by_rank.items()
+            if process.node == node and not process.has_ended
+        }
+
+    @classmethod
+    def of(cls, world: World) -> Processes:
+        """The processes of the job. Collective."""
+        every = world.gather(ProcessId.of_this_process(world.node))
+        processes = cls(world.node, dict(zip(world.ranks, every, strict=True)))
+        world.gather(None)  # all have looked while all were alive: from now on a rank may end
+        return processes
+
+    def ended(self, ranks: Collection[int]) -> list[int]:
+        """Those of some ranks whose process has ended; of other nodes' nothing is known."""
+        watched = ((rank, self._watched[rank]) for rank in ranks if rank in self._watched)
+        return [rank for rank, process in watched if process.has_ended]
+
+
+def _look(pid: int) -> tuple[str, str] | None:
+    """State and start time of a process, both empty without /proc; None when there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ("", "") if _exists(pid) else None
+    fields = text.rpartition(")")[2].split()  # the name before it may hold spaces and brackets
+    return fields[0], fields[19]
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,4 +1,4 @@
-"""Safe points: what happens between two steps, and the save of what is due."""
+"""The loop of a run: what happens between two safe points, and the save that is due there."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from resumekit.data import Feed, Source
 from resumekit.errors import LoopError, Preempted
 from resumekit.record.trace import rng_digests
 from resumekit.run.discovery import Discovery
-from resumekit.run.due_saves import DueSaves
+from resumekit.run.due_saves import NOTHING, DueSaves
+from resumekit.run.fetch import begin, finish_again, restore_again, restore_random
 from resumekit.run.progress import LoopOrder, Progress
-from resumekit.run.run import Run
-from resumekit.run.saving import NOTHING
+from resumekit.run.report import ResumeReport
+from resumekit.run.resume import accept_horizon, enter, find, resume
+from resumekit.run.run import RunState
 from resumekit.run.steps_taken import StepsTaken
-from resumekit.state import CaptureLine, Slot
+from resumekit.state import Slot
 
 # The first steps of a launch: most user code shows in them what it changes.
 _NUM_LOOKED = 2
@@ -23,24 +25,38 @@ _NUM_LOOKED = 2
 _MANY_BATCHES = 20
 
 
-class StepBoundary:
-    """Base of the Checkpointer: what happens between two safe points, and the save that is due."""
+class Loop:
+    """Where the loop of a run is, which loops are under way, and when their steps are counted.
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._saves = DueSaves(run)
-        self._loop: str | None = None  # the outermost loop, once there is one
+    An adapter may have a subclass, whose framework says when a step is complete.
+
+    Args:
+        run: the run.
+
+    Attributes:
+        saves: those that are due.
+        outermost: the name of the outermost loop, once there is one.
+        in_step: whether a batch was handed out since the last safe point.
+        stepped: whether the leading loop handed out no batch since the last step.
+        steps_taken: counts the steps of a loop that does not call ``step()``, where it need not.
+        order: of the loops of the epoch under way.
+    """
+
+    def __init__(self, run: RunState) -> None:
+        self.run = run
+        self.saves = DueSaves(run)
+        self.outermost: str | None = None
         self._was_finished = False  # when that loop began
         self._main: Feed | None = None  # what it draws from, unless it is epochs()
         self._epoch = 0  # of epochs()
         self._num_used = 0  # the batches of this epoch that its loops used
-        self._in_step = False  # a batch was handed out since the last safe point
+        self.in_step = False
         self._has_no_loop = False  # an epoch of epochs() is under way, and no loop in it has begun
         self._is_announced = False  # what a checkpoint holds, in a loop without batches
-        self._stepped = False  # no batch was handed out by the loop that leads since the last step
+        self.stepped = False
         self._num_steps_of_batch = 0  # calls of step() since a loop was given a batch
         self._is_numbered = False  # the loop goes over numbers, as of an environment's steps
-        self._steps_taken: StepsTaken | None = None  # where an adapter makes step() optional
+        self.steps_taken: StepsTaken | None = None
         self._num_counted = 0  # steps of this launch that the loop did not mark
         self._num_batches_since_step = 0
         self._warned: set[str] = set()
@@ -49,123 +65,174 @@ class StepBoundary:
         self._steps_at_epoch_start: int | None = 0
         self._num_epochs_without_step = 0  # in a row
         self._num_looked = 0
-        self._loop_order: LoopOrder = run.counters.loop_order
+        self.order: LoopOrder = run.counters.loop_order
 
     @property
     def progress(self) -> Progress:
-        """How far the logical run is; samples and tokens as of the last checkpoint.
-
-        Epoch and batch are those of ``epochs()``, where the batches of all its loops count, or of
-        the loop that has the horizon. Loaders beside it (``repeat=True``) move neither. In a loop
-        that does not call ``step()``, a step is counted when the next batch is requested.
-        """
-        return self._run.counters.progress
+        """How far the logical run is."""
+        return self.run.counters.progress
 
     @property
     def finished(self) -> str | None:
-        """Why the run is over, e.g. ``"epochs=3"``, or None while it is not."""
-        return self._run.counters.finished
+        """Why the run is over, or None while it is not."""
+        return self.run.counters.finished
 
     @property
-    def already_finished(self) -> bool:
-        """Whether the run was over when this launch began: its loops yield nothing.
-
-        Known when a loop has been entered, or ``resume()`` was called. Code after the loop that
-        needs values of the loop belongs under ``if not checkpointer.already_finished:``.
-        """
-        if self._loop is None:
-            return self._run.has_resumed and self.finished is not None
+    def was_finished(self) -> bool:
+        """Whether the run was over when this launch began."""
+        if self.outermost is None:
+            return self.run.resumed is not None and self.finished is not None
         return self._was_finished
 
-    # ---------------------------------------------------------------- what an adapter calls
-    # It may read ``_in_step`` and ``_stepped`` as well.
-
-    def _add_finding(self, finding: Callable[[], Iterable[CaptureLine]]) -> None:
-        """Asks for more lines whenever a capture report is made."""
-        self._run.reporter.add_finding(finding)
-
     @property
-    def _run_id(self) -> str:
-        return self._run.run_id
-
-    @property
-    def _sources(self) -> Collection[Source]:
+    def sources(self) -> Collection[Source]:
         """The loaders that were opened."""
-        return self._run.position.sources.values()
+        return self.run.position.sources.values()
 
-    @property
-    def _saves_gradients(self) -> bool:
-        return self._run.options.saves_gradients
+    # ---------------------------------------------------------------- the verbs
 
-    def _discover(
-        self, given: Mapping[Slot, Any], make: Callable[..., Any], *, left_out: Iterable[Any]
+    def discover(
+        self,
+        owner: Any,
+        given: Mapping[Slot, Any],
+        make: Callable[..., Any],
+        *,
+        left_out: Iterable[Any],
     ) -> None:
         """Has what the loop uses found when the run resumes, see ``Discovery``.
 
         Args:
+            owner: the Checkpointer.
             given: what was passed, by slot.
             make: makes components of the objects of each slot.
             left_out: objects that are saved otherwise.
         """
-        transient = self._run.options.transient
-        self._run.discovery = Discovery(self, given, make, left_out=left_out, transient=transient)
-        self._steps_taken = StepsTaken()
+        transient = self.run.options.transient
+        self.run.discovery = Discovery(owner, given, make, left_out=left_out, transient=transient)
+        self.steps_taken = StepsTaken()
 
-    def _find(self, up_to: Callable[[str], int | None]) -> bool:
+    def find(self, up_to: Callable[[str], int | None]) -> bool:
         """Finds a checkpoint of at most a step; False also where the run has resumed. Collective.
 
         Args:
-            up_to: gives the step for this run's id, see ``Run.find``.
+            up_to: gives the step for this run's id, see ``resume.find``.
         """
-        return not self._run.has_resumed and self._run.find(up_to=up_to)
+        return self.run.resumed is None and find(self.run, up_to=up_to)
+
+    def resume(self) -> ResumeReport:
+        """Restores all but the data position and the random state. Collective, idempotent."""
+        return resume(self.run)
+
+    def step(self, tokens: int, values: Mapping[str, Any]) -> None:
+        """Marks one optimizer-step boundary, see ``Checkpointer.step``."""
+        self._step_without_batch()
+        if not self.in_step:
+            raise LoopError(
+                "step()",
+                found="called without a batch from batches()",
+                expected="a loop over batches()",
+                remedy="Write the loop as: for batch in checkpointer.batches(loader, epochs=...); "
+                "several phases as one epochs(total)",
+            )
+        self._note_marked_step()
+        self.run.counters.count_tokens(tokens)
+        if self.at_step_boundary():
+            self._count_step(values)
+
+    def report(self, values: Mapping[str, float]) -> None:
+        """Takes metrics of the current step; an improved best one makes a save due. Collective."""
+        agreed = self.run.world.broadcast(values)
+        self._reported.update(agreed)
+        if self.run.selection.report(agreed, self.progress.step + self._has_uncounted_step):
+            self.saves.request()
+
+    def save(self) -> None:
+        """Makes a save due at the next safe point; outside a loop, at once. Collective."""
+        self.saves.request()
+        if self.outermost is None:
+            resume(self.run)
+            self.saves.make()
+
+    def stop(self, reason: str) -> None:
+        """Finishes the run at the next safe point. Collective."""
+        self._stop_reason = reason
+
+    def close(self) -> None:
+        """Makes a save that is due, and gives back what this process holds. Collective."""
+        self.count_taken_step()
+        try:
+            self._save_what_is_due()
+        finally:
+            try:
+                self.saves.finish()
+            finally:
+                self.release()
+
+    def _save_what_is_due(self) -> None:
+        self.saves.is_ending = True
+        is_due = self._stop_reason is not None or (self.saves.is_due and self.may_save())
+        if self.outermost is not None and is_due:
+            is_over = self.outermost == "epochs" and any(each.used_up for each in self.sources)
+            if self._has_no_loop and self.in_step:  # an epoch without batches is over
+                is_over = True
+                self._next_epoch(self._epoch + 1)
+            self.run.variables.leave(is_epoch_over=is_over)
+            self.pass_safe_point(None)
+
+    def abandon(self) -> None:
+        """An error ends the loop: a step is half done, and nothing is saved, nor at exit."""
+        self.saves.forget()
+        self.in_step = False
+        self._stop_reason = None
+        self.release()
 
     # ---------------------------------------------------------------- what an adapter overrides
 
-    def _begin_iteration(self) -> None:
+    def begin_iteration(self) -> None:
         """The loop that leads has been given a batch."""
 
-    def _at_step_boundary(self) -> bool:
+    def at_step_boundary(self) -> bool:
         """Whether an optimizer step is complete; asked by ``step()``."""
         return True
 
-    def _check_loader(self, loader: Any, name: str | None) -> None:
+    def check_loader(self, loader: Any, name: str | None) -> None:
         """Refuses or reports a loader that the framework expects in another form."""
 
-    def _count_taken_step(self) -> None:
+    def count_taken_step(self) -> None:
         """Counts the step that optimizers have taken in this iteration, unless it is counted."""
         if self._has_uncounted_step:
             self._step_without_batch()
             self._num_counted += 1
             self._count_step({})
-        if self._steps_taken is not None and (self._stepped or not self._in_step):
-            self._steps_taken.forget()  # the iteration's further steps, or those of a resume
+        if self.steps_taken is not None and (self.stepped or not self.in_step):
+            self.steps_taken.forget()  # the iteration's further steps, or those of a resume
 
     @property
     def _has_uncounted_step(self) -> bool:
         """Whether optimizers have taken the step of this iteration, and ``step()`` counts none."""
-        steps, run = self._steps_taken, self._run
+        steps, run = self.steps_taken, self.run
         if steps is None or run.is_driven or run.counters.marks_steps:
             return False
-        is_open = self._has_no_loop if not self._in_step else not self._stepped
-        return is_open and steps.is_complete and self._at_step_boundary()
+        is_open = self._has_no_loop if not self.in_step else not self.stepped
+        return is_open and steps.is_complete and self.at_step_boundary()
 
     def _step_without_batch(self) -> None:
         """A step is about to be counted; in an epoch without batches the epoch is the iteration."""
-        if self._has_no_loop and not self._in_step:
-            self._in_step, self._num_steps_of_batch = True, 0
-            self._run.counters.count_batch(0)
+        if self._has_no_loop and not self.in_step:
+            self.in_step, self._num_steps_of_batch = True, 0
+            self.run.counters.count_batch(0)
             if not self._is_announced:
                 self._is_announced = True
-                self._run.variables.hand_out()
-                self._run.reporter.announce()
+                self.run.variables.hand_out()
+                self.run.reporter.announce()
 
-    def _begin_batches(self) -> None:
+    def begin_batches(self) -> None:
         """A loop over batches begins.
 
         Raises:
             LoopError: a step was marked before: a resume at this batch would repeat it.
         """
-        if self._has_no_loop and self._in_step:
+        if self._has_no_loop and self.in_step:
             raise LoopError(
                 "step()",
                 found="called before the first batch of an epoch",
@@ -174,63 +241,65 @@ class StepBoundary:
         self._has_no_loop = False
 
     def _count_step(self, values: Mapping[str, Any]) -> None:
-        counters = self._run.counters
+        counters = self.run.counters
         counters.count_step()
         self._count_step_of_batch()
-        self._stepped = True
+        self.stepped = True
         self._num_batches_since_step = 0
-        self._saves.count_step(counters.step)
+        self.saves.count_step(counters.step)
         self._record_step(values)
 
     def _note_marked_step(self) -> None:
         """The loop calls ``step()``: from now on nothing else counts, in further launches too."""
-        counters = self._run.counters
-        if self._steps_taken is None or self._run.is_driven or counters.marks_steps:
+        counters = self.run.counters
+        if self.steps_taken is None or self.run.is_driven or counters.marks_steps:
             return
         counters.marks_steps = True
         if self._num_counted:
             counted = f"{self._num_counted} were counted without it"
-            self._run.reporter.log(f"step() is called from here on and counts the steps; {counted}")
+            self.run.reporter.log(f"step() is called from here on and counts the steps; {counted}")
 
     # ---------------------------------------------------------------- the loops begin and end
 
-    def _enter(self, loop: str, horizon: dict[str, int], loader: Any = None) -> None:
+    def enter(self, loop: str, horizon: dict[str, int], loader: Any = None) -> None:
         """The outermost loop begins."""
-        if self._loop is not None and self.finished is not None:
+        if self.outermost is not None and self.finished is not None:
             raise LoopError(
                 f"{loop}()",
                 found=f"a second loop after the run finished ({self.finished})",
                 remedy="Give the first loop the horizon of the whole run",
             )
-        if self._loop not in (None, loop):
+        if self.outermost not in (None, loop):
             raise LoopError(
-                f"{loop}()", found=f"a second loop after one over {self._loop}()", expected="one"
+                f"{loop}()",
+                found=f"a second loop after one over {self.outermost}()",
+                expected="one",
             )
-        self._run.enter(horizon, loader)
-        self._run.accept_horizon(horizon)
-        self._begin_loop(loop)
+        enter(self.run, horizon, loader)
+        accept_horizon(self.run, horizon)
+        self.begin_loop(loop)
 
-    def _begin_loop(self, loop: str) -> None:
+    def begin_loop(self, loop: str) -> None:
         """Everything is restored but the random state."""
-        if self._loop is None:
+        if self.outermost is None:
             self._take_signals()
             progress = self.progress
             self._steps_at_epoch_start = progress.step if progress.batch == 0 else None
             self._epoch, self._num_used = progress.epoch, progress.batch
             self._was_finished = self.finished is not None
             if self._was_finished:
-                self._run.finish_again()
-        self._loop = loop
+                finish_again(self.run)
+        self.outermost = loop
 
     def _take_signals(self) -> None:
-        left = self._saves.signals.install() if self.finished is None else []
+        left = self.saves.signals.install() if self.finished is None else []
         if left:
             handled = f"{', '.join(left)}: handled by other code"
-            self._run.reporter.log(f"{handled}, so this run does not save on it")
+            self.run.reporter.log(f"{handled}, so this run does not save on it")
 
-    def _lead(self, feed: Feed) -> None:
+    def lead(self, feed: Feed) -> None:
         """This is what the loop with the horizon draws from."""
-        loaders = self._loop_order.main
+        loaders = self.order.main
         if loaders not in ((), feed.names):
             raise LoopError(
                 f"batches(name={feed.name!r})",
@@ -238,40 +307,41 @@ class StepBoundary:
                 expected="one such loop in a run",
                 remedy="Write several loops as: for epoch in checkpointer.epochs(...)",
             )
-        self._run.position.require_known(feed.names)
-        self._main, self._loop_order.main = feed, feed.names
+        self.run.position.require_known(feed.names)
+        self._main, self.order.main = feed, feed.names
 
-    def _open_epoch(self, epoch: int) -> None:
+    def open_epoch(self, epoch: int) -> None:
         """An epoch of ``epochs()`` begins: its first line sees the run's random state."""
         self._epoch = epoch
         continues = self.progress.batch > 0
-        self._has_no_loop = not continues and not self._run.is_driven
+        self._has_no_loop = not continues and not self.run.is_driven
         if not continues:
-            self._run.restore_again()
-            for name, loader in self._run.variables.loaders().items():
-                self._run.open_loader(loader, name)
-            self._run.position.witness_epoch()
-            self._run.restore_random()
-        if not self._run.is_driven:  # the code before the first batch is the user's
-            self._run.rng.begin_epoch(continues=continues)
-        if self._steps_taken is not None:
-            self._steps_taken.watch(self._run.components)
+            restore_again(self.run)
+            for name, loader in self.run.variables.loaders().items():
+                source = self.run.position.open_before_epoch(loader, name)
+                self.run.owned.follow(source, streams=False)
+            self.run.position.witness_epoch()
+            restore_random(self.run)
+        if not self.run.is_driven:  # the code before the first batch is the user's
+            self.run.rng.begin_epoch(continues=continues)
+        if self.steps_taken is not None:
+            self.steps_taken.watch(self.run.components)
 
-    def _begin(self, feed: Feed, epoch: int) -> None:
+    def begin_epoch(self, feed: Feed, epoch: int) -> None:
         """A loader's epoch begins or continues."""
-        if feed.continues and (feed is self._main or self._loop_order.is_alone(feed.names)):
+        if feed.continues and (feed is self._main or self.order.is_alone(feed.names)):
             self._num_used = feed.batch  # in batches of the size that they have now
-            self._run.counters.move_to(*self._position())
-        self._run.begin(feed, epoch)
-        if self._steps_taken is not None:
-            self._steps_taken.watch(self._run.components)
+            self.run.counters.move_to(*self._position())
+        begin(self.run, feed, epoch)
+        if self.steps_taken is not None:
+            self.steps_taken.watch(self.run.components)
 
-    def _fetched(self, feed: Feed, *, follows: bool) -> None:
+    def fetched(self, feed: Feed, *, follows: bool) -> None:
         """A batch goes to the loop."""
-        run, order, names = self._run, self._loop_order, feed.names
+        run, order, names = self.run, self.order, feed.names
         order.fetched(names)
         leads = order.leads(names)
-        self._in_step = True
+        self.in_step = True
         self._num_steps_of_batch = 0
         if not follows:
             self._is_numbered = all(isinstance(each.loader, range) for each in feed.sources)
@@ -282,48 +352,48 @@ class StepBoundary:
         if run.trace is not None:
             run.counters.note_samples(feed.indices)
         if leads:
-            self._stepped = False
+            self.stepped = False
             self._note_batches_without_step()
-            self._begin_iteration()
+            self.begin_iteration()
 
     def _note_batches_without_step(self) -> None:
         self._num_batches_since_step += 1
-        steps, is_late = self._steps_taken, self._num_batches_since_step > _MANY_BATCHES
-        if steps is None or not is_late or self._run.counters.step or "no step" in self._warned:
+        steps, is_late = self.steps_taken, self._num_batches_since_step > _MANY_BATCHES
+        if steps is None or not is_late or self.run.counters.step or "no step" in self._warned:
             return
         if steps.has_gradients:
             self._warned.add("no step")
             question = "is gradient accumulation longer? Otherwise call step()"
-            self._run.reporter.log(f"no optimizer step in {_MANY_BATCHES} batches: {question}")
+            self.run.reporter.log(f"no optimizer step in {_MANY_BATCHES} batches: {question}")
 
-    def _epoch_ended(self, feed: Feed) -> None:
+    def end_epoch(self, feed: Feed) -> None:
         """The loop with the horizon has used up an epoch."""
         self._require_steps()
-        self._run.counters.move_to(feed.epoch, feed.batch)
+        self.run.counters.move_to(feed.epoch, feed.batch)
 
-    def _close_epoch(self, epoch: int) -> None:
+    def close_epoch(self, epoch: int) -> None:
         """An epoch of ``epochs()`` is over, used up or left by ``break``."""
         self._require_steps()
-        if not self._run.is_driven:  # a framework may evaluate in every second epoch
+        if not self.run.is_driven:  # a framework may evaluate in every second epoch
             self._warn_of_metric()
         self._next_epoch(epoch)
 
     def _next_epoch(self, epoch: int) -> None:
-        self._run.position.end_epoch(self._loop_order.asked)
-        self._loop_order.next_epoch()
+        self.run.position.end_epoch(self.order.asked)
+        self.order.next_epoch()
         self._epoch, self._num_used, self._has_no_loop = epoch, 0, False
-        self._run.counters.move_to(epoch, 0)
+        self.run.counters.move_to(epoch, 0)
 
-    def _finish(self, reason: str, *, used_up: bool) -> None:
+    def finish(self, reason: str, *, used_up: bool) -> None:
         """A framework has ended the run; an epoch that it used up is over."""
-        is_over = used_up or not self._loop_order.under_way
-        if self.finished is None and self._loop_order.asked and is_over:
+        is_over = used_up or not self.order.under_way
+        if self.finished is None and self.order.asked and is_over:
             self._next_epoch(self._epoch + 1)
-        self._pass_safe_point(reason, at_end=True)
+        self.pass_safe_point(reason, at_end=True)
 
     def _require_steps(self) -> None:
         """An epoch is over: one without a step may collect data or evaluate, two lack a step()."""
-        self._count_taken_step()
+        self.count_taken_step()
         step = self.progress.step
         if self._steps_at_epoch_start != step:
             self._num_epochs_without_step = 0
@@ -332,13 +402,13 @@ class StepBoundary:
         else:
             self._num_epochs_without_step = 1
             epoch = self.progress.epoch
-            self._run.reporter.log(f"epoch {epoch} had no optimizer step; a second one is an error")
+            self.run.reporter.log(f"epoch {epoch} had no optimizer step; a second one is an error")
         self._steps_at_epoch_start = step
 
     def _no_step(self) -> LoopError:
-        optimizers = "" if self._steps_taken is None else ", no step of an optimizer of the run"
+        optimizers = "" if self.steps_taken is None else ", no step of an optimizer of the run"
         remedy = "An accumulation window must not be longer than an epoch"
-        if not self._sources:
+        if not self.sources:
             remedy = (
                 "Where not each needs a step, write: "
                 "for i in checkpointer.batches(range(n), epochs=1)"
@@ -354,7 +424,7 @@ class StepBoundary:
         """One line to act on, the first time that this happens."""
         if what not in self._warned:
             self._warned.add(what)
-            self._run.reporter.warn(message)
+            self.run.reporter.warn(message)
 
     def _count_step_of_batch(self) -> None:
         self._num_steps_of_batch += 1
@@ -368,8 +438,8 @@ class StepBoundary:
 
     def _warn_of_metric(self) -> None:
         """Warns where the metric that selects the best checkpoint has not been reported."""
-        metric = self._run.options.best_metric
-        if metric is not None and not self._run.selection.was_reported:
+        metric = self.run.options.best_metric
+        if metric is not None and not self.run.selection.was_reported:
             given = ", ".join(sorted(self._reported))
             others = f" (report() got {given})" if given else ""
             self._warn_once(
@@ -380,25 +450,25 @@ class StepBoundary:
 
     # ---------------------------------------------------------------- the safe point
 
-    def _pass_safe_point(self, finished: str | None, *, at_end: bool = False) -> None:
+    def pass_safe_point(self, finished: str | None, *, at_end: bool = False) -> None:
         """All code of the last step has run, and nothing of the next one: save what is due.
 
         Args:
             finished: why the run is over here, or None.
             at_end: the end was found only after this safe point was passed once.
         """
-        self._count_taken_step()
-        counters = self._run.counters
+        self.count_taken_step()
+        counters = self.run.counters
         has_lost = self._num_epochs_without_step and not counters.step
         if finished and has_lost and not self._stop_reason:
             raise self._no_step()
         finished = self._stop_reason or finished
-        if counters.finished is not None or not (self._in_step or at_end or finished):
+        if counters.finished is not None or not (self.in_step or at_end or finished):
             return
         counters.move_to(*self._position())
-        if self._stepped and self._in_step:
-            self._run.observe_gradients()
-        saves, may_save = self._saves, self._may_save()
+        if self.stepped and self.in_step:
+            self.run.owned.observe_gradients()
+        saves, may_save = self.saves, self.may_save()
         common = NOTHING
         if may_save and finished is None:
             common = saves.exchange(counters.step)
@@ -409,41 +479,41 @@ class StepBoundary:
             counters.finished = finished
             saves.is_ending = True
             saves.make()
-            self._run.trace_state("end")
+            self.run.trace_state("end")
             saves.signals.restore()
         elif common.leave:
-            self._in_step = False
+            self.in_step = False
             self._leave(common.leave, saves.make_before_leaving())
         elif common.save or (saves.is_due and may_save):
             saves.make()
-        elif self._num_looked < _NUM_LOOKED and self._stepped:
+        elif self._num_looked < _NUM_LOOKED and self.stepped:
             self._num_looked += 1
-            self._run.variables.look()
-            self._run.reporter.look()
-        self._in_step = False
+            self.run.variables.look()
+            self.run.reporter.look()
+        self.in_step = False
         self._end_replay_after(counters.step)
 
     def _end_replay_after(self, step: int) -> None:
         """Ends the process if no further step is replayed."""
-        replay, is_inside = self._run.replay, self.finished is not None or not self._stepped
-        if replay is not None and not is_inside and replay.ends_after(step, self._run.world):
-            self._saves.finish()
-            self._release()
+        replay, is_inside = self.run.replay, self.finished is not None or not self.stepped
+        if replay is not None and not is_inside and replay.ends_after(step, self.run.world):
+            self.saves.finish()
+            self.release()
             replay.end_process()
 
     def _leave(self, signal_number: int, step: int) -> NoReturn:
         """The run was asked to leave, and this step is saved."""
         name = Signals(signal_number).name
-        self._run.reporter.log(f"{name}: saved at step {step}; the same command continues")
-        self._release()
+        self.run.reporter.log(f"{name}: saved at step {step}; the same command continues")
+        self.release()
         raise Preempted(signal_number, step)
 
-    def _release(self) -> None:
+    def release(self) -> None:
         """Gives back what this process holds: the signals, hooks, the run directory."""
-        if self._steps_taken is not None:
-            self._steps_taken.detach()
-        self._saves.signals.restore()
-        self._run.close()
+        if self.steps_taken is not None:
+            self.steps_taken.detach()
+        self.saves.signals.restore()
+        self.run.close()
 
     def _position(self) -> tuple[int, int]:
         """Epoch and batch of the loop."""
@@ -451,18 +521,18 @@ class StepBoundary:
             return self._main.epoch, self._main.batch
         return self._epoch, self._num_used
 
-    def _may_save(self) -> bool:
+    def may_save(self) -> bool:
         """Whether this is no accumulation window, or one whose gradients can be saved."""
-        return self._stepped or self._run.options.saves_gradients
+        return self.stepped or self.run.options.saves_gradients
 
     def _record_step(self, values: Mapping[str, Any]) -> None:
         """Records the step that was just counted, in the journal and in a trace."""
-        self._run.record_step(self._position()[0], values.get("loss"))
-        if self._run.trace is not None:
+        self.run.record_step(self._position()[0], values.get("loss"))
+        if self.run.trace is not None:
             self._trace_step(values)
 
     def _trace_step(self, values: Mapping[str, Any]) -> None:
-        trace = self._run.trace
+        trace = self.run.trace
         assert trace is not None
         epoch, batch = self._position()
         trace.step(
@@ -470,8 +540,8 @@ class StepBoundary:
             epoch=epoch,
             batch=batch,
             values=values,
-            lr=self._run.learning_rates(),
-            samples=self._run.counters.take_samples(),
-            is_rest=not self._run.counters.saw_whole_step,
+            lr=self.run.owned.learning_rates(),
+            samples=self.run.counters.take_samples(),
+            is_rest=not self.run.counters.saw_whole_step,
             rng=rng_digests(),
         )

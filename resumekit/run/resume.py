@@ -1,0 +1,216 @@
+"""One resume, in order: find the newest good checkpoint, then load it into the live objects.
+
+The data position and the RNG state follow at the first fetch, see ``fetch.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from resumekit.capture import differences, gradient_keys
+from resumekit.data import saved_batch_size
+from resumekit.distributed import DataRanks
+from resumekit.record.trace import injected_components
+from resumekit.run.agreement import ComponentGroups, agreed_data_ranks
+from resumekit.run.garbage_collector import collector_paused
+from resumekit.run.report import ResumeReport
+from resumekit.run.resuming.compatibility import (
+    HORIZON,
+    changed_horizon,
+    frameworks_in,
+    frameworks_of,
+    horizon_causes,
+)
+from resumekit.run.resuming.finder import Finder, Found, LoadBuffer, open_store
+from resumekit.run.resuming.loading import Loading, RestoredState
+from resumekit.run.resuming.state_origins import StateOrigins
+from resumekit.run.run import Agreed, Loaded, Running, RunState, Searched
+from resumekit.state import Slot
+from resumekit.storage import holds_only_weights, lineage_of
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@collector_paused()
+def find(run: RunState, *, up_to: Callable[[str], int | None] | None = None) -> bool:
+    """Finds the checkpoint to continue from, and takes its progress. Collective, idempotent.
+
+    Args:
+        run: the run.
+        up_to: gives for this run's id the step that the checkpoint is not to be newer than, as
+            long as there is such a one, or None; rank 0's word counts.
+
+    Returns:
+        Whether there is one that is not loaded yet.
+    """
+    if run.phase is None:
+        run.phase = searched = _search(run, up_to)
+        progress = searched.found and searched.found.states.get(Slot.PROGRESS.value)
+        if progress:
+            run.counters.load_state_dict(progress)
+    return isinstance(run.phase, Searched) and run.phase.found is not None
+
+
+def _search(run: RunState, up_to: Callable[[str], int | None] | None) -> Searched:
+    world, options = run.world, run.options
+    world.require_equal("options", options.as_plain())
+    store = open_store(run.directory, world)
+    left_out = frozenset(options.exclude) | injected_components()
+    data_ranks = agreed_data_ranks(world, run.data_parallel_group, run.groups)
+    known = () if callable(run.given) else run.components
+    membership = run.group_components(known)
+    origins = _origins(run, data_ranks, membership)
+    is_kept = options.async_save is not False
+    buffer = LoadBuffer(world, run.in_flight.snapshot, is_kept=is_kept)
+    finder = Finder(world, store, options, left_out, known, membership, origins, buffer)
+    found = finder.find(up_to=None if up_to is None else up_to(store.run_id))
+    weights = found if found is not None and holds_only_weights(found.manifest) else None
+    found = None if weights is not None else found
+    parent = None if found is None else found.manifest
+    return Searched(store, data_ranks, parent, finder, found, weights)
+
+
+@collector_paused()
+def resume(run: RunState, asked: Mapping[str, Any] = _NOTHING) -> ResumeReport:
+    """Restores all but the RNG state from what was found, once. Collective.
+
+    Args:
+        run: the run.
+        asked: the horizon and the batch size of the loop that begins, as far as they are known.
+    """
+    if run.resumed is not None:
+        return run.resumed.report
+    search = run.discovery if run.phase is None else None  # a framework looks before
+    if search is not None:
+        run.owned.set_given(search.find(run.world, run.reporter))
+    find(run)
+    searched = run.phase
+    assert isinstance(searched, Searched)
+    given = search.renamed(searched.found, run.reporter) if search else run.given
+    given = given() if callable(given) else given
+    saved = () if searched.parent is None else (each.key for each in searched.parent.components)
+    run.owned.set_given(given, gradients=gradient_keys(saved))
+    run.owned.check_named()
+    agreed = run.agree()
+    run.phase = loaded = _load(run, searched, agreed, asked)
+    searched.found = searched.weights = None  # their states are in the memory of the buffer
+    searched.finder.buffer.give_back()
+    seed = run.owned.seed
+    if seed is not None and seed.value is None:
+        seed.value = run.world.broadcast(torch.initial_seed())
+    report = loaded.running.report
+    may_change = HORIZON in run.options.allow_changes and not run.is_driven
+    if not (report.finished and may_change):  # else the loop's horizon decides
+        run.log_start()
+    return report
+
+
+def _origins(run: RunState, data_ranks: DataRanks, membership: ComponentGroups) -> StateOrigins:
+    may_change = "world_size" in run.options.allow_changes
+    named = run.options.per_rank
+    return StateOrigins(run.world, data_ranks, membership, may_change, per_rank=named)
+
+
+def _load(run: RunState, searched: Searched, agreed: Agreed, asked: Mapping[str, Any]) -> Loaded:
+    """Loads what was found, or starts afresh. Collective."""
+    found, restored = searched.found, None
+    if found is None:
+        report = _start(run, searched, agreed)
+    else:
+        loading = _loading(run, found, searched, agreed)
+        causes = _causes(run, found, asked)
+        report = loading.resume(agreed.fingerprint, run.reporter, causes=causes)
+        run.owned.gradients_resumed(found.states.keys())
+        agreed.replicas.check_after_resume()
+        report = replace(report, finished=run.counters.finished)
+        if not run.is_driven:
+            restored = RestoredState(loading, searched.finder)
+    latest = None if found is None else str(found.name)
+    num_here = searched.finder.buffer.num_ranks_here
+    opened = (searched.store, searched.data_ranks, searched.parent)
+    return Loaded(Running(*opened, agreed, report, latest, num_here), restored)
+
+
+def _start(run: RunState, searched: Searched, agreed: Agreed) -> ResumeReport:
+    """A fresh start, perhaps with the weights of another run. Collective."""
+    run.world.everywhere(run.owned.check_storable)  # a state may be gathered
+    found = searched.weights
+    if found is None:
+        return ResumeReport(resumed=False)
+    _loading(run, found, searched, agreed).load_weights()
+    run.reporter.take_history(found.manifest)
+    agreed.replicas.check_after_resume()
+    return ResumeReport(resumed=False, weights_of=lineage_of(found.manifest)[-1])
+
+
+def _loading(run: RunState, found: Found, searched: Searched, agreed: Agreed) -> Loading:
+    members = agreed.membership
+    origins = _origins(run, searched.data_ranks, members)
+    return Loading(found, run.world, run.options, run.components, members, origins)
+
+
+def _causes(run: RunState, found: Found, asked: Mapping[str, Any]) -> list[str]:
+    """What of the loop was changed that its length follows from."""
+    size = saved_batch_size(found.states.get(Slot.DATA.value) or {})
+    then = {**run.counters.horizon, "batch_size": size}
+    now = {key: value for key, value in asked.items() if then.get(key) and value}
+    return horizon_causes(differences({key: then[key] for key in now}, now))
+
+
+# ---------------------------------------------------------------- the loop begins
+
+
+def enter(run: RunState, horizon: Mapping[str, int], loader: Any) -> None:
+    """Resumes as a loop begins: from here on the script's changes are not kept. Collective.
+
+    Args:
+        run: the run.
+        horizon: of the loop.
+        loader: of the loop, where it is known.
+    """
+    is_new = run.resumed is None
+    resume(run, {**horizon, "batch_size": getattr(loader, "batch_size", None)})
+    if isinstance(run.phase, Loaded) and run.phase.restored is not None:
+        run.phase.restored.enter(is_new=is_new)
+
+
+def accept_horizon(
+    run: RunState, horizon: dict[str, int], settings: Mapping[str, Any] = _NOTHING
+) -> None:
+    """Takes the loop's horizon.
+
+    Args:
+        run: the run.
+        horizon: in steps, in epochs or in both.
+        settings: of the fingerprint of this run, what the horizon follows from.
+
+    Raises:
+        DriftError: the interrupted run had another one, and no policy allows it.
+    """
+    run.world.require_equal(HORIZON, horizon)
+    allowed, elsewhere = HORIZON in run.options.allow_changes, _is_from_elsewhere(run)
+    parent = None if run.opened is None else run.opened.parent
+    saved = {} if parent is None else parent.fingerprint
+    common = {key: saved[key] for key in settings if key in saved}
+    causes = horizon_causes(differences(common, settings))
+    change = changed_horizon(
+        run.counters.horizon, horizon, allowed=allowed, elsewhere=elsewhere, causes=causes
+    )
+    if change:
+        run.reporter.log(change)
+        run.counters.finished = None
+    run.log_start()
+    run.counters.horizon = horizon
+
+
+def _is_from_elsewhere(run: RunState) -> bool:
+    """Whether another framework may have written the checkpoint."""
+    if run.opened is None or run.opened.parent is None:
+        return False
+    is_known = run.resumed is not None or not callable(run.given)
+    return not is_known or frameworks_in(run.components) != frameworks_of(run.opened.parent)

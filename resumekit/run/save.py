@@ -1,0 +1,275 @@
+"""One save, in order, from the agreement of the ranks to the commit; docs/format.md says what of.
+
+Every rank calls ``save`` at the same safe point. A synchronous save writes there, and any rank's
+failure aborts it on all of them. A save in the background only copies there, and what a job has
+left to do follows beside the training. Either way a failure removes the staging directory and
+leaves the previous checkpoint untouched.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
+from typing import Any
+
+from resumekit.capture.model import frozen_of
+from resumekit.errors import ResumekitError
+from resumekit.progress_display import show_progress
+from resumekit.run.agreement import ComponentGroups, described
+from resumekit.run.garbage_collector import collector_paused
+from resumekit.run.run import RunState
+from resumekit.run.saving.in_flight import Demand, SaveJob
+from resumekit.run.saving.payloads import directory_of, finish_comparing, link, with_frozen
+from resumekit.run.saving.snapshot import wait_for_gpus
+from resumekit.serialization import Payload
+from resumekit.state import BeforeSave, CaptureReport, SharingPattern, StateComponent, states_of
+from resumekit.storage import (
+    ComponentRecord,
+    FileEntry,
+    Manifest,
+    Staging,
+    StepName,
+    num_threads,
+)
+
+# In a manifest's details: the journal's verdict on the steps that the attempt has repeated.
+JOURNAL = "journal"
+
+
+@collector_paused()
+def save(run: RunState, *, in_background: bool) -> None:
+    """Writes and commits a checkpoint, then lets the retention policy delete old ones. Collective.
+
+    No save may be in flight, see ``finish``.
+
+    Args:
+        run: the run, at a safe point.
+        in_background: return when all is copied, and write beside the training; if the option
+            ``async_save`` allows it, and the memory.
+
+    Raises:
+        UnsupportedValueError: a value cannot be stored; nothing was written.
+        InsufficientSpaceError: there is no room; nothing was written.
+        SharedDirectoryError: a rank does not see what rank 0 has made.
+        RankLostError: a rank has died, or does not answer.
+        SaveError: writing failed; nothing was committed.
+        OwnershipLostError: another attempt owns the directory now.
+    """
+    _add_late_components(run)
+    _before_save(run)
+    running, world = run.running, run.world
+    running.agreed.replicas.check_before_save()
+    draft = _draft(run)
+    in_background = in_background and run.options.async_save is not False
+    run.in_flight.wait_for_deletion()
+    payloads = with_frozen(_payloads(run))
+    threads = num_threads(running.num_ranks_here)
+    with running.agreed.links.compared(draft.step, payloads, num_threads=threads):
+        if in_background:
+            finish_comparing(payloads)
+        demands = world.gather(run.in_flight.demand(payloads))
+        in_background = in_background and run.in_flight.accepts(demands)
+        name, staging = _stage(run, draft.step, demands, in_background=in_background)
+        manifest = replace(draft, revision=name.revision)
+        number, retention = run.in_flight.next_number(), run.options.retention
+        job = SaveJob(world, running.store, staging, payloads, manifest, retention, number)
+        try:
+            if in_background:
+                world.everywhere(lambda: _copy(run, job))
+            else:
+                _write(run, job)
+        except ResumekitError:
+            if world.is_first:
+                job.abandon()
+            raise
+    if in_background:
+        run.in_flight.start(job)
+    else:
+        _committed(run, name, job.files)
+        world.on_first(job.retain)
+        if world.is_first:
+            run.in_flight.empty_trash(job)
+    done = "saving" if in_background else "saved"
+    run.reporter.detail(f"{done} step {draft.step} in {run.directory}")
+    run.trace_state("checkpoint")
+    run.owned.gradients_saved()
+
+
+def finish(run: RunState) -> None:
+    """Waits until the save in flight is durable. Collective.
+
+    Raises:
+        ResumekitError: it has failed, on whichever rank; nothing was committed.
+    """
+    saved = run.in_flight.finish()
+    if saved is not None:
+        _committed(run, saved.name, saved.files)
+        if run.trace is not None:
+            run.trace.durable(saved.name.step)
+
+
+def _before_save(run: RunState) -> None:
+    states = states_of(run.components, BeforeSave)
+
+    def prepare() -> None:
+        for each in states:
+            each.before_save()
+
+    if states:
+        run.world.everywhere(prepare)
+
+
+def _add_late_components(run: RunState) -> None:
+    """Adds the components of state that came into being after the start. Collective."""
+    if run.owned.add_late(run.world):
+        run.running.agreed = run.agree(run.running.agreed.fingerprint)
+
+
+# ---------------------------------------------------------------- what the manifest says
+
+
+def _draft(run: RunState) -> Manifest:
+    """The manifest, whose name and files are not known yet. Collective.
+
+    Its values are of this safe point: the run changes them while a job is in the background.
+    """
+    running, counters = run.running, run.counters
+    data_ranks, agreed = running.data_ranks, running.agreed
+    message = run.journal.at_save(counters.step, counters.progress.micro_step)
+    messages = counters.fold(run.world, data_ranks, message)
+    verdict = run.journal.agree(messages, data_ranks.first_ranks)
+    progress = counters.progress
+    capture = run.reporter.captured(are_complete=True)
+    details = {
+        **run.reporter.details(),
+        **described(data_ranks),
+        **({JOURNAL: verdict} if verdict else {}),
+        **run.in_flight.details(),
+    }
+    records = (_record(each, capture, agreed.membership) for each in run.components)
+    return Manifest(
+        run_id=running.store.run_id,
+        attempt=running.store.attempt,
+        step=progress.step,
+        revision=0,
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        parent=running.latest,
+        world_size=run.world.world_size,
+        progress=progress.as_dict(),
+        finished=counters.finished,
+        metric=run.selection.metric_of(progress.step),
+        components=tuple(records),
+        files=(),
+        capture=copy.deepcopy(capture.as_dict()),
+        fingerprint=copy.deepcopy(agreed.fingerprint),
+        details=copy.deepcopy(details),
+    )
+
+
+def _record(
+    component: StateComponent, capture: CaptureReport, membership: ComponentGroups
+) -> ComponentRecord:
+    assert isinstance(component.sharing_pattern, SharingPattern)
+    line = next(line for line in capture.lines if line.key == component.key)
+    assert line.fidelity is not None
+    return ComponentRecord(
+        key=component.key,
+        pattern=component.sharing_pattern.value,
+        fidelity=line.fidelity.value,
+        reason=line.reason,
+        directory=directory_of(component),
+        writers=membership.writers(component),
+        groups=membership.recorded(component),
+    )
+
+
+# ---------------------------------------------------------------- what each rank writes
+
+
+def _payloads(run: RunState) -> list[Payload]:
+    wait_for_gpus()  # a state_dict() may read values that another stream still copies
+    encoded: list[Payload] = []
+    run.world.everywhere(lambda: encoded.extend([*_encode(run), *_files(run)]))
+    payloads = [*encoded, *run.running.agreed.shards.payloads()]
+    wait_for_gpus()  # what a state_dict() has launched; mostly nothing
+    return payloads
+
+
+def _encode(run: RunState) -> list[Payload]:
+    rank, membership = run.world.rank, run.running.agreed.membership
+    by_directory: dict[str, dict[str, Any]] = {}
+    frozen: dict[str, Collection[str]] = {}
+    for component in run.components:
+        if component.sharing_pattern is SharingPattern.SHARDED:
+            continue
+        if rank in membership.writers(component):
+            directory = directory_of(component)
+            states = by_directory.setdefault(directory, {})
+            states[component.key] = component.stateful.state_dict()
+            if directory == component.key:  # alone in its file, where names have no prefix
+                frozen[directory] = frozen_of(component.state)
+    return [
+        Payload.of_states(directory, rank, states, frozen=frozen.get(directory, ()))
+        for directory, states in by_directory.items()
+    ]
+
+
+def _files(run: RunState) -> list[Payload]:
+    if not run.world.is_first:
+        return []
+    return [
+        Payload(directory_of(component), run.world.rank, small_files=component.files())
+        for component in run.components
+        if component.files is not None
+    ]
+
+
+# ---------------------------------------------------------------- how it is written
+
+
+def _stage(
+    run: RunState, step: int, demands: Sequence[Demand], *, in_background: bool
+) -> tuple[StepName, Callable[[], Staging]]:
+    """Its name, and what looks for the staging: a rank may find that it does not see it."""
+    directories = sorted({directory_of(component) for component in run.components})
+    mine: list[Staging] = []
+    store = run.running.store  # what looks for the staging outlives the run, and must not keep it
+
+    def stage() -> tuple[StepName, str]:
+        name = store.next_name(step)
+        staging = store.stage(
+            name,
+            num_bytes=sum(demand.num_bytes for demand in demands),
+            num_files=sum(demand.num_files for demand in demands),
+            directories=directories,
+            with_parts=in_background and run.world.world_size > 1,
+        )
+        mine.append(staging)
+        return name, staging.name
+
+    name, staging_name = run.world.on_first(stage)
+    return name, lambda: mine[0] if mine else store.attach(staging_name)
+
+
+def _copy(run: RunState, job: SaveJob) -> None:
+    link(job.staging(), job.payloads)
+    run.in_flight.copy(job.payloads)
+
+
+def _write(run: RunState, job: SaveJob) -> None:
+    total = sum(payload.num_bytes for payload in job.payloads)
+    what, first = f"saving {job.name}", run.world.is_first
+
+    def write() -> Sequence[FileEntry]:
+        with show_progress(what, total, shown=first) as advance, job.store.observed(advance):
+            return job.write()
+
+    written = run.world.everywhere(write)
+    run.world.on_first(lambda: job.commit(entry for files in written for entry in files))
+
+
+def _committed(run: RunState, name: StepName, files: Iterable[FileEntry]) -> None:
+    run.running.latest = str(name)
+    run.running.agreed.links.committed(name, files)
