@@ -14,7 +14,6 @@ from resumekit.data import (
     LoaderTraits,
     Source,
     is_seeded_by_epoch,
-    with_state,
 )
 from resumekit.errors import ConfigurationError
 from resumekit.log import logger
@@ -133,7 +132,7 @@ def _generators(loader: Any, taken: Collection[int]) -> dict[str, Any]:
     traits = LoaderTraits.of(loader)  # asked again: nothing says that it stays as it is
     seeded = [each for each in traits.samplers.values() if is_seeded_by_epoch(each)]
     others = {*taken, *(id(sampler.generator) for sampler in seeded)}
-    found = with_state(traits.generators).items()
+    found = traits.stateful_generators.items()
     return {name: each for name, each in found if id(each) not in others}
 
 

@@ -23,7 +23,7 @@ from resumekit.adapters.lightning._private import (
 )
 from resumekit.adapters.lightning.loader import loader_fidelity, under_rng_state
 from resumekit.capture import RngState, UserState, generator_state, set_generator_state
-from resumekit.data import LoaderTraits, with_state
+from resumekit.data import LoaderTraits
 from resumekit.run import FrameworkLoop
 from resumekit.state import CaptureLine, ComponentState, Fidelity, SharingPattern, StateComponent
 
@@ -225,7 +225,7 @@ class LoopState(ComponentState):
         if validated_in is not None:
             private.VALIDATION_RELOADED.write(trainer, validated_in)
         for each, states in zip(self._validation(), saved, strict=False):
-            for name, generator in _generators(each).items():
+            for name, generator in LoaderTraits.of(each).stateful_generators.items():
                 if name in states:
                     set_generator_state(generator, states[name])
 
@@ -236,11 +236,8 @@ class LoopState(ComponentState):
 
 def _states(loader: Any) -> dict[str, Any]:
     """The states of a loader's generators, which decide its next order."""
-    return {name: generator_state(each) for name, each in _generators(loader).items()}
-
-
-def _generators(loader: Any) -> dict[str, Any]:
-    return with_state(LoaderTraits.of(loader).generators)
+    found = LoaderTraits.of(loader).stateful_generators.items()
+    return {name: generator_state(each) for name, each in found}
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from resumekit.data.epoch_order import DistributedResumableSampler, ResumableSampler
 from resumekit.data.keyed import SEED, RunSeed, check_randomness
-from resumekit.data.loader_traits import LoaderTraits, is_seeded_by_epoch, with_state
+from resumekit.data.loader_traits import LoaderTraits, is_seeded_by_epoch
 from resumekit.data.position import (
     DEFAULT_NAME,
     DataPosition,
@@ -34,5 +34,4 @@ __all__ = [
     "is_seeded_by_epoch",
     "saved_batch_size",
     "user_objects",
-    "with_state",
 ]

@@ -150,6 +150,11 @@ class LoaderTraits:
             found.update(private_generators(self.parts[name], f"{name}."))
         return each_once(found)
 
+    @property
+    def stateful_generators(self) -> dict[str, Any]:
+        """Those of them whose state can be taken out."""
+        return with_state(self.generators)
+
 
 def _is_shared(value: Any) -> bool:
     return isinstance(value, (Dataset, torch.nn.Module, ModuleType))
