@@ -133,8 +133,7 @@ class _TrainerState(_SameOnAllRanks):
 
     def fingerprint(self) -> dict[str, Any]:
         """The settings that people change between two launches."""
-        settings: dict[str, Any] = trainer_settings(self._trainer)[_TRAINER_STATE]
-        return settings
+        return dict(trainer_settings(self._trainer)[_TRAINER_STATE])
 
     def comparable_state(self) -> dict[str, Any]:
         state = self.state_dict()

@@ -386,7 +386,8 @@ def _saved_parameters(stateful: Any) -> Iterator[Tensor]:
         return
     # First: a hook of FSDP2 registers the sharded parameters again, which are the optimizer's. A
     # forward pass without gradients leaves the whole ones of the root registered.
-    state = _state_of(stateful)
+    holder: Any = stateful.weights if isinstance(stateful, ObjectState) else stateful
+    state = holder.state_dict()
     named = dict(module.named_parameters(remove_duplicate=False))
     if named.keys() - state.keys():  # the names differ, or the state leaves some out
         clean = clean_names(module, named)
@@ -401,13 +402,6 @@ def _module_of(stateful: Any) -> nn.Module | None:
     if isinstance(stateful, ModelState):
         return stateful.module
     return stateful if isinstance(stateful, nn.Module) else None
-
-
-def _state_of(stateful: Any) -> Mapping[str, Any]:
-    """The state of such a component."""
-    holder: Any = stateful.weights if isinstance(stateful, ObjectState) else stateful
-    state: Mapping[str, Any] = holder.state_dict()
-    return state
 
 
 # torch 2.13 nn/modules/module.py: what a module may have of its own in place of these methods.

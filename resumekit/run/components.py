@@ -167,7 +167,7 @@ class RunComponents:
         needed = (each for each in self._gradients if is_every or each.key in gradients)
         added += tuple(each.component() for each in needed)
         self.all = self._with_option(check_components([*components, *added, *self._core]))
-        for leader in (each for each in self._user_states() if each.key in _LEADERS):
+        for leader in (each for each in states_of(self.all, UserState) if each.key in _LEADERS):
             leader.lead(_roots_of(components), weakly(self._code_of_others, []))
 
     def check_named(self) -> None:
@@ -331,15 +331,12 @@ class RunComponents:
     def _objects_of_others(self) -> list[Any]:
         """What other components with user state follow: a dataset may share it with a module."""
         left_out = ("data/attributes", Slot.VARIABLES.value)
-        others = (each for each in self._user_states() if each.key not in left_out)
+        others = (each for each in states_of(self.all, UserState) if each.key not in left_out)
         return [each for state in others for each in state.objects.values()]
 
     def _code_of_others(self) -> list[Any]:
         """The functions and classes that other components with user state have met."""
-        return [code for state in self._user_states() for code in state.code]
-
-    def _user_states(self) -> list[UserState]:
-        return states_of(self.all, UserState)
+        return [code for state in states_of(self.all, UserState) for code in state.code]
 
     def _saved_elsewhere(self) -> list[Any]:
         """The objects that other components save."""
