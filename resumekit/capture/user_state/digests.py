@@ -104,6 +104,9 @@ class Content:
         ignore_floats: see ``walk``.
         num_skipped: bytes of which samples were digested.
         makers: of the objects with hidden state, by name.
+        num_objects: in the last value.
+        is_plain: whether the last value holds builtin values alone.
+        memory: the tensors and arrays in the last value.
     """
 
     path_of: Callable[[Any, str], str | None]
@@ -113,6 +116,9 @@ class Content:
     ignore_floats: bool
     num_skipped: int = 0
     makers: dict[str, Any] = field(default_factory=dict)
+    num_objects: int = 0
+    is_plain: bool = True
+    memory: list[Any] = field(default_factory=list)
 
     @property
     def num_left(self) -> int:
@@ -121,9 +127,6 @@ class Content:
 
     def digest(self, value: Any, path: str, *, has_generators: bool) -> Any:
         """A value that is equal for equal content.
-
-        Afterwards ``is_plain`` says whether it holds builtin values alone, ``memory`` has the
-        tensors and arrays in it, and ``num_objects`` their number.
 
         Args:
             value: of a slot.
@@ -136,8 +139,7 @@ class Content:
         """
         self._met: dict[int, int] = {}
         self._kept: list[Any] = []
-        self.memory: list[Any] = []
-        self.is_plain, self.num_objects, self._depth = True, 0, 0
+        self.memory, self.is_plain, self.num_objects, self._depth = [], True, 0, 0
         self._has_generators = has_generators
         if kind_of(value) is Kind.SCALAR and not isinstance(value, (str, bytes, Enum)):
             self.is_plain = False

@@ -378,7 +378,7 @@ class NodeEncoder:
             if value.name not in type(value).__members__:  # several flags
                 raise _not_saved(value)
             return ["enum", class_name(value), value.name]
-        is_number = isinstance(value, np.generic) and not value.dtype.hasobject
+        is_number = issubclass(class_of(value), np.generic) and not value.dtype.hasobject
         if is_number or type(value) in SCALARS:
             return ["data", self._next_to(value)]
         if type(value) not in TORCH_CONSTANTS:
