@@ -28,13 +28,15 @@ from resumekit.frameworks.deepspeed import (
     require_resumable,
 )
 from resumekit.requirements import check_tested
-from resumekit.run import Loop, Options, RunState, checked_extras, require_order
+from resumekit.run.loop import Loop
+from resumekit.run.options import Options, checked_extras, require_order
+from resumekit.run.run import RunState
 from resumekit.state import CaptureLine, Fidelity, Slot, StateComponent
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from resumekit.run import OptionKeywords
+    from resumekit.run.options import OptionKeywords
 
 __all__ = ["Checkpointer"]
 

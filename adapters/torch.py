@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from resumekit import Checkpointer as _Checkpointer
-from resumekit.capture import state_components
+from resumekit.capture.slots import state_components
 from resumekit.state import Slot
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from resumekit.run import OptionKeywords
+    from resumekit.run.options import OptionKeywords
 
 __all__ = ["Checkpointer"]
 

@@ -34,7 +34,7 @@ from raw_limits import RawLimits
 from torch import nn
 from workload import SavingRun, Training
 
-from resumekit.storage import num_threads
+from resumekit.storage.io.pipeline import num_threads
 
 TARGET = Target(0.10)
 NUM_FROZEN, NUM_TRAINED = 147, 3

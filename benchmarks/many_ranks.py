@@ -48,23 +48,23 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from resumekit.serialization import (
+from resumekit.serialization import data_files, reading
+from resumekit.serialization.leaves import ELEMENT_TYPES, Leaf
+from resumekit.serialization.planning import (
     Assignment,
     LocalState,
-    Payload,
     Proposal,
     SavePlan,
-    StoredSource,
     assign,
-    data_files,
     encode_local,
-    is_sharded,
-    local_part,
-    read_sharded,
-    reading,
 )
-from resumekit.serialization.leaves import ELEMENT_TYPES, Leaf
-from resumekit.storage import FileEntry, Manifest, Staging, Store
+from resumekit.serialization.reading import StoredSource, read_sharded
+from resumekit.serialization.sharding import is_sharded, local_part
+from resumekit.serialization.writing import Payload
+from resumekit.storage.commit import Staging
+from resumekit.storage.files import FileEntry
+from resumekit.storage.manifest import Manifest
+from resumekit.storage.store import Store
 
 RANKS = (16, 64, 256, 1024, 2048, 4096)
 TENSORS = 2000

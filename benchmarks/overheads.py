@@ -34,7 +34,7 @@ from measuring import Findings, durations, parser_for, run_child
 from same_training import TRAININGS, WIDTH, Model, Training, prepared
 from torch.utils.data import default_collate
 
-from resumekit.capture import UserState
+from resumekit.capture.user_state.user_state import UserState
 from resumekit.record.journal import RECORD_BYTES
 from resumekit.run import due_saves
 from resumekit.run.components import RunComponents

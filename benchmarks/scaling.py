@@ -61,7 +61,10 @@ from workload import SavingRun, Training
 from resumekit.record.comparison import compared
 from resumekit.record.conditions import Header
 from resumekit.record.journal import JournalFile, Record, find_attempts, name_of
-from resumekit.storage import Manifest, RetentionPolicy, StepName, Store
+from resumekit.storage.commit import RetentionPolicy
+from resumekit.storage.directories import StepName
+from resumekit.storage.manifest import Manifest
+from resumekit.storage.store import Store
 
 SUPERLINEAR = 1.2
 LEAST_SECONDS = 1e-3

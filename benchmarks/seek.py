@@ -34,7 +34,8 @@ from measuring import Findings, median_ratio, parser_for, run_child, timed, vers
 from rich.console import Console
 from torch.utils.data import DataLoader, Dataset
 
-from resumekit.data import DataPosition, ResumableSampler
+from resumekit.data import ResumableSampler
+from resumekit.data.position import DataPosition
 
 LENGTHS = (1_000_000, 10_000_000, 100_000_000)
 BATCH_SIZE = 256

@@ -19,7 +19,8 @@ import xxhash
 from measuring import Findings, durations, parser_for
 from torch import nn
 
-from resumekit.capture import Holder, UserState
+from resumekit.capture.user_state.attributes import Holder
+from resumekit.capture.user_state.user_state import UserState
 
 Transition = namedtuple("Transition", "obs action reward")
 Row = tuple[str, ...]

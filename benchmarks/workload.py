@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 
 from resumekit.adapters.torch import Checkpointer
-from resumekit.run import Options
-from resumekit.serialization import state_digest
-from resumekit.storage import StepName
+from resumekit.run.options import Options
+from resumekit.serialization.digests import state_digest
+from resumekit.storage.directories import StepName
 
 OPTIONS = frozenset(option.name for option in fields(Options))
 HAS_ASYNC_SAVES = "async_save" in OPTIONS

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from resumekit.checkpointer import BestCheckpoint, Checkpointer
     from resumekit.errors import ResumekitError
     from resumekit.record.trace import trace
-    from resumekit.run import Progress, ResumeReport
+    from resumekit.run.progress import Progress
+    from resumekit.run.report import ResumeReport
     from resumekit.state import Fidelity, SharingPattern, StateComponent, Stateful
 
 __all__ = [

@@ -12,25 +12,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from resumekit.errors import ConfigurationError, ResumekitError
 from resumekit.log import logger
-from resumekit.run import (
-    Batches,
-    Components,
-    Epochs,
-    FrameworkLoop,
-    Loop,
+from resumekit.run.components import weakly
+from resumekit.run.loop import Loop
+from resumekit.run.loops import Batches, Epochs, FrameworkLoop
+from resumekit.run.options import (
     OptionKeywords,
     Options,
-    Progress,
-    ResumeReport,
-    RunState,
     check_components,
     checked_extras,
     checked_names,
     metric_values,
     run_directory,
-    weakly,
     whole_number,
 )
+from resumekit.run.progress import Progress
+from resumekit.run.report import ResumeReport
+from resumekit.run.run import Components, RunState
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack

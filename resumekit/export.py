@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from resumekit.capture import IN_FP32, TRAINED_IN
+from resumekit.capture.model import IN_FP32, TRAINED_IN
 from resumekit.errors import ConfigurationError, StateMismatchError
-from resumekit.run import read_sharded_component
-from resumekit.serialization import Leaf, arrange, element_type, header
+from resumekit.run.resuming.finder import read_sharded_component
+from resumekit.serialization.index import arrange, header
+from resumekit.serialization.leaves import Leaf, element_type
 from resumekit.state import SharingPattern, Slot
-from resumekit.storage import ComponentRecord, StepReader
+from resumekit.storage.manifest import ComponentRecord, StepReader
 
 _ONE_FOR_THE_JOB = frozenset(
     each.value

@@ -10,19 +10,17 @@ from pathlib import Path
 import xxhash
 
 from resumekit.errors import ConfigurationError
-from resumekit.storage import (
+from resumekit.storage.files import FileEntry
+from resumekit.storage.io.file_system import FileSystem, LocalFileSystem
+from resumekit.storage.manifest import (
     ComponentRecord,
-    DirectoryLock,
-    FileEntry,
-    FileSystem,
     ForkOrigin,
-    LocalFileSystem,
     Manifest,
     StepReader,
-    Store,
     forked_details,
-    is_unused,
 )
+from resumekit.storage.ownership import DirectoryLock, is_unused
+from resumekit.storage.store import Store
 
 
 def fork_checkpoint(

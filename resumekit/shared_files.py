@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from resumekit.storage import Manifest, StepName
+from resumekit.storage.directories import StepName
+from resumekit.storage.manifest import Manifest
 
 
 def shared_bytes(directory: Path, manifests: Iterable[Manifest]) -> dict[StepName, int]:

@@ -18,12 +18,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from resumekit import Checkpointer as BaseCheckpointer
 from resumekit import StateComponent
 from resumekit.adapters.torch import Checkpointer
-from resumekit.capture import AccumulatedGradients, ModelState, state_components
-from resumekit.capture.gradients import gradient_states, named_parameters
+from resumekit.capture.gradients import AccumulatedGradients, gradient_states, named_parameters
+from resumekit.capture.model import ModelState
+from resumekit.capture.slots import state_components
 from resumekit.errors import ConfigurationError, StateMismatchError
-from resumekit.serialization import read_payload
+from resumekit.serialization.reading import read_payload
 from resumekit.state import WorldChange
-from resumekit.storage import Manifest, Store
+from resumekit.storage.manifest import Manifest
+from resumekit.storage.store import Store
 
 ACCUMULATE = 4
 NUM_BATCHES = 6  # of an epoch: accumulation windows reach over its end

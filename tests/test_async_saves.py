@@ -25,10 +25,12 @@ from resumekit.errors import ConfigurationError, Preempted, SaveError
 from resumekit.record.moments import durable_steps, read_trace
 from resumekit.record.trace import TRACE_VARIABLE
 from resumekit.run.due_saves import RequestExchange
-from resumekit.run.saving import drain
+from resumekit.run.saving.background import drain
 from resumekit.run.saving.snapshot import Snapshot
-from resumekit.serialization import read_payload
-from resumekit.storage import LocalFileSystem, StepName, Store
+from resumekit.serialization.reading import read_payload
+from resumekit.storage.directories import StepName
+from resumekit.storage.io.file_system import LocalFileSystem
+from resumekit.storage.store import Store
 
 pytestmark = pytest.mark.usefixtures("signal_handlers")
 

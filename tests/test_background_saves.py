@@ -19,11 +19,14 @@ import torch
 from resumekit.distributed import World
 from resumekit.errors import ResumekitError, SaveError
 from resumekit.run.due_saves import RequestExchange, Requests
-from resumekit.run.saving import drain
-from resumekit.run.saving.background import Work, add_work
+from resumekit.run.saving.background import Work, add_work, drain
 from resumekit.run.saving.in_flight import Processes, ProcessId, SaveJob
-from resumekit.serialization import Payload
-from resumekit.storage import Manifest, Part, RetentionPolicy, StepName, Store
+from resumekit.serialization.writing import Payload
+from resumekit.storage.commit import RetentionPolicy
+from resumekit.storage.directories import StepName
+from resumekit.storage.manifest import Manifest
+from resumekit.storage.parts import Part
+from resumekit.storage.store import Store
 
 STEP, NUMBER = StepName(5), 3
 

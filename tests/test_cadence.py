@@ -27,7 +27,7 @@ from resumekit.cadence import (
 )
 from resumekit.errors import ConfigurationError
 from resumekit.log import logger
-from resumekit.storage import Store
+from resumekit.storage.store import Store
 
 HOUR = 3600.0
 DAY = 24 * HOUR

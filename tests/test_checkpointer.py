@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit import Checkpointer as BaseCheckpointer
 from resumekit.adapters.torch import Checkpointer
-from resumekit.capture import ModelState
+from resumekit.capture.model import ModelState
 from resumekit.errors import (
     CheckpointNotFoundError,
     ConfigurationError,
@@ -47,7 +47,7 @@ from resumekit.state import (
     SharingPattern,
     StateComponent,
 )
-from resumekit.storage import Store
+from resumekit.storage.store import Store
 
 NUM_BATCHES = 4
 

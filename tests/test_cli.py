@@ -14,7 +14,9 @@ import pytest
 import resumekit
 from resumekit.cli import main
 from resumekit.errors import ConfigurationError
-from resumekit.storage import ComponentRecord, Manifest, StepName, Store
+from resumekit.storage.directories import StepName
+from resumekit.storage.manifest import ComponentRecord, Manifest
+from resumekit.storage.store import Store
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -12,7 +12,7 @@ from typing import get_type_hints
 
 import pytest
 
-from resumekit.run import OptionKeywords, Options
+from resumekit.run.options import OptionKeywords, Options
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

@@ -14,9 +14,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit import Checkpointer, StateComponent
 from resumekit.adapters.torch import Checkpointer as TorchCheckpointer
-from resumekit.capture import state_components
+from resumekit.capture.slots import state_components
 from resumekit.errors import DriftError, LoopError, StateMismatchError
-from resumekit.run import FrameworkLoop, Loop, RunState
+from resumekit.run.loop import Loop
+from resumekit.run.loops import FrameworkLoop
+from resumekit.run.run import RunState
 
 NUM_BATCHES = 4
 NUM_EPOCHS = 3

@@ -18,7 +18,9 @@ from resumekit.adapters.torch import Checkpointer
 from resumekit.cli import main
 from resumekit.errors import CorruptCheckpointError, ForeignCheckpointError, StateMismatchError
 from resumekit.fork import fork_checkpoint
-from resumekit.storage import Manifest, StepName, StepReader, Store, lineage_of
+from resumekit.storage.directories import StepName
+from resumekit.storage.manifest import Manifest, StepReader, lineage_of
+from resumekit.storage.store import Store
 
 NUM_STEPS = 12
 Losses = dict[int, str]

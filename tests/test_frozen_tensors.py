@@ -17,7 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from resumekit.adapters.torch import Checkpointer
 from resumekit.cli.views import list_directory
 from resumekit.export import export_model
-from resumekit.storage import LocalFileSystem, StepName, StepReader
+from resumekit.storage.directories import StepName
+from resumekit.storage.io.file_system import LocalFileSystem
+from resumekit.storage.manifest import StepReader
 
 FILE = "model/rank-00000.frozen.safetensors"
 SIZE = 1100  # so that the frozen parameters take up more than 4 MiB

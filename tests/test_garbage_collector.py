@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit.adapters.torch import Checkpointer
-from resumekit.serialization import Payload, encode_local
+from resumekit.serialization.planning import encode_local
+from resumekit.serialization.writing import Payload
 
 
 class Watching:

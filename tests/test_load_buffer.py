@@ -13,12 +13,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit.adapters.torch import Checkpointer
-from resumekit.capture import ModelState, OptimizerState
+from resumekit.capture.model import ModelState
+from resumekit.capture.optimizer import OptimizerState
 from resumekit.errors import IncompleteLoadError, NoUsableCheckpointError
 from resumekit.run.resuming.loading import Loading
-from resumekit.serialization import LoadMemory, state_digest
-from resumekit.serialization.deferral import live_targets
-from resumekit.storage import BLOCK_BYTES, HostBuffer
+from resumekit.serialization.deferral import LoadMemory, live_targets
+from resumekit.serialization.digests import state_digest
+from resumekit.storage.files import BLOCK_BYTES
+from resumekit.storage.io.pipeline import HostBuffer
 
 WAYS = ["buffer", "two passes"]
 OPTIMIZERS = ["restarted", "live"]

@@ -15,7 +15,7 @@ from resumekit.adapters.torch import Checkpointer
 from resumekit.cli import main
 from resumekit.log import logger, show_messages
 from resumekit.progress_display import human_bytes
-from resumekit.storage import Store
+from resumekit.storage.store import Store
 
 
 class Clock:

@@ -13,13 +13,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit import Checkpointer
 from resumekit.adapters.torch import Checkpointer as TorchCheckpointer
-from resumekit.capture import state_components
+from resumekit.capture.slots import state_components
 from resumekit.distributed import World
 from resumekit.errors import ConfigurationError
 from resumekit.run.components import RunComponents
 from resumekit.run.options import Options
 from resumekit.state import SharingPattern, StateComponent
-from resumekit.storage import Store
+from resumekit.storage.store import Store
 
 OF_GROUPS = (SharingPattern.SHARDED, SharingPattern.PER_GROUP)
 

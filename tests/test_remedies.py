@@ -226,7 +226,7 @@ def public_names() -> frozenset[str]:
             if callable(each) and getattr(each, "__module__", "").startswith("resumekit"):
                 names |= _names_of(each)
     from resumekit import Checkpointer, StateComponent
-    from resumekit.run import Options
+    from resumekit.run.options import Options
 
     for kind in (Checkpointer, StateComponent, Options):
         names |= _names_of(kind)

@@ -23,7 +23,7 @@ from resumekit.prove import prove
 from resumekit.prove.attaching import steps_to_interrupt
 from resumekit.replay import replay
 from resumekit.state import StateComponent
-from resumekit.storage import TRAININGS
+from resumekit.storage.directories import TRAININGS
 
 if TYPE_CHECKING:
     from followed_remedies import Remedy

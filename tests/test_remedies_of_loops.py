@@ -24,9 +24,9 @@ from torch.utils.data import DataLoader, Sampler
 import resumekit.run
 from resumekit.adapters.torch import Checkpointer
 from resumekit.data import DistributedResumableSampler
-from resumekit.run import Options
+from resumekit.run.options import Options
 from resumekit.state import StateComponent
-from resumekit.storage import Free, LocalFileSystem
+from resumekit.storage.io.file_system import Free, LocalFileSystem
 
 if TYPE_CHECKING:
     from followed_remedies import Remedy

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from resumekit.adapters.torch import Checkpointer
 from resumekit.errors import ConfigurationError, StateMismatchError
 from resumekit.state import common_prefix_change
-from resumekit.storage import Store
+from resumekit.storage.store import Store
 
 NUM_STEPS = 8
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from resumekit.run.saving.snapshot import Snapshot, available_memory
-from resumekit.serialization import Payload
+from resumekit.serialization.writing import Payload
 
 GIB = 1 << 30
 

@@ -24,7 +24,7 @@ from resumekit.errors import IncompleteLoadError, InexactError, StateMismatchErr
 from resumekit.record.trace import rng_digests
 from resumekit.run.resuming import loading
 from resumekit.run.resuming.loading import Loading
-from resumekit.serialization import state_digest
+from resumekit.serialization.digests import state_digest
 
 NUM_BATCHES, NUM_EPOCHS = 8, 4
 # What a test records is an attribute of the training: live variables would restore it.

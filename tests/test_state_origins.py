@@ -12,7 +12,7 @@ from resumekit.errors import StateMismatchError
 from resumekit.run.agreement import ComponentGroups
 from resumekit.run.resuming.state_origins import StateOrigins
 from resumekit.state import SharingPattern, WorldChange
-from resumekit.storage import ComponentRecord
+from resumekit.storage.manifest import ComponentRecord
 
 PAIRS = (0, 0, 1, 1)  # two ranks of a tensor-parallel group take the same data
 IN_TURN = (0, 1, 0, 1)

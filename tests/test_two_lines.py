@@ -31,13 +31,13 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit.adapters.torch import Checkpointer
-from resumekit.capture import OptimizerState
+from resumekit.capture.optimizer import OptimizerState
 from resumekit.errors import ConfigurationError, LoopError, StateMismatchError
 from resumekit.record.journal import STEP, find_attempts
 from resumekit.run.discovery import find_objects
 from resumekit.run.steps_taken import StepsTaken
 from resumekit.state import SharingPattern, Slot, StateComponent
-from resumekit.storage import Store
+from resumekit.storage.store import Store
 
 BATCHES = 6
 CRASH = "TWO_LINES_CRASH_AFTER"

@@ -24,12 +24,15 @@ from resumekit.adapters.accelerate.save_state import SavedStates
 from resumekit.errors import ConfigurationError
 from resumekit.frameworks.accelerate import ENGINE, MODELS
 from resumekit.requirements import check_tested, require
-from resumekit.run import Loop, Options, RunState, StepsTaken, checked_extras, require_order
+from resumekit.run.loop import Loop
+from resumekit.run.options import Options, checked_extras, require_order
+from resumekit.run.run import RunState
+from resumekit.run.steps_taken import StepsTaken
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from resumekit.run import OptionKeywords
+    from resumekit.run.options import OptionKeywords
 
 __all__ = ["Checkpointer"]
 

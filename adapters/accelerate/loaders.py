@@ -8,13 +8,11 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from resumekit.adapters.accelerate._private import ITERATION
-from resumekit.capture import generator_state, require_fields, set_generator_state
-from resumekit.data import (
-    DEFAULT_NAME,
-    LoaderTraits,
-    Source,
-    is_seeded_by_epoch,
-)
+from resumekit.capture.nested_state import require_fields
+from resumekit.capture.rng import generator_state, set_generator_state
+from resumekit.data.loader_traits import LoaderTraits, is_seeded_by_epoch
+from resumekit.data.position import DEFAULT_NAME
+from resumekit.data.source import Source
 from resumekit.errors import ConfigurationError
 from resumekit.log import logger
 from resumekit.state import AfterRng, Resplit, Slot, WorldChange

@@ -15,15 +15,10 @@ from resumekit.adapters.accelerate._private import (
 )
 from resumekit.adapters.accelerate.loaders import KEY, OtherLoaders
 from resumekit.adapters.accelerate.save_state import AcceleratorCounts
-from resumekit.capture import (
-    buckets_of,
-    by_class_and_ordinal,
-    by_key,
-    ddp_around,
-    one_or_named,
-    registered_components,
-)
-from resumekit.data import Source
+from resumekit.capture.ddp_buckets import buckets_of, ddp_around
+from resumekit.capture.model import by_class_and_ordinal, by_key, one_or_named
+from resumekit.capture.slots import registered_components
+from resumekit.data.source import Source
 from resumekit.frameworks.accelerate import MODELS, accelerator_components
 from resumekit.state import SharingPattern, Slot, StateComponent
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from resumekit.adapters.accelerate._private import LOAD_STATE
-from resumekit.capture import AttributeState
+from resumekit.capture.objects import AttributeState
 from resumekit.state import Slot
 
 # In the folder of a save_state, which Accelerate fills.

@@ -27,12 +27,13 @@ from resumekit.adapters.lightning.loader import LoaderInStep, refuse
 from resumekit.adapters.lightning.loop_state import LoopState
 from resumekit.errors import ConfigurationError
 from resumekit.requirements import check_tested
-from resumekit.run import FrameworkLoop, Options, checked_extras, checked_names, run_directory
+from resumekit.run.loops import FrameworkLoop
+from resumekit.run.options import Options, checked_extras, checked_names, run_directory
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from resumekit.run import OptionKeywords
+    from resumekit.run.options import OptionKeywords
 
 __all__ = ["ResumeCallback"]
 

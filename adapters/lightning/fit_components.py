@@ -13,19 +13,14 @@ from torch.utils.data import Dataset
 from resumekit.adapters.lightning import _private as private
 from resumekit.adapters.lightning._private import Callback, callbacks, strategies
 from resumekit.adapters.lightning.loop_state import LoopState, in_epoch, keeps_gradients
-from resumekit.capture import (
-    Holder,
-    ObjectState,
-    UserState,
-    attributes_set_by,
-    buckets_of,
-    by_class_and_ordinal,
-    one_or_named,
-    registered_components,
-    require_gradients,
-    state_components,
-)
-from resumekit.capture.gradients import gradient_states
+from resumekit.capture.ddp_buckets import buckets_of
+from resumekit.capture.gradients import gradient_states, require_gradients
+from resumekit.capture.model import by_class_and_ordinal, one_or_named
+from resumekit.capture.objects import ObjectState
+from resumekit.capture.slots import registered_components, state_components
+from resumekit.capture.user_state.attributes import Holder
+from resumekit.capture.user_state.exclusions import attributes_set_by
+from resumekit.capture.user_state.user_state import UserState
 from resumekit.state import ComponentState, SharingPattern, Slot, StateComponent
 
 _LIBRARIES = frozenset({"lightning", "pytorch_lightning", "resumekit"})

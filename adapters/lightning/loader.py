@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader
 from resumekit import Progress
 from resumekit.adapters.lightning import _private as private
 from resumekit.adapters.lightning._private import CombinedLoader, DataFetcher, ModeIterator
-from resumekit.capture import RngState
-from resumekit.data import CombinedLoaders, PrefetchedLoader
+from resumekit.capture.rng import RngState
+from resumekit.data.prefetching import PrefetchedLoader
+from resumekit.data.source import CombinedLoaders
 from resumekit.errors import ConfigurationError
-from resumekit.run import FrameworkLoop
+from resumekit.run.loops import FrameworkLoop
 from resumekit.state import Fidelity
 
 

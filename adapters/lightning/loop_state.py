@@ -22,9 +22,10 @@ from resumekit.adapters.lightning._private import (
     strategies,
 )
 from resumekit.adapters.lightning.loader import loader_fidelity, under_rng_state
-from resumekit.capture import RngState, UserState, generator_state, set_generator_state
-from resumekit.data import LoaderTraits
-from resumekit.run import FrameworkLoop
+from resumekit.capture.rng import RngState, generator_state, set_generator_state
+from resumekit.capture.user_state.user_state import UserState
+from resumekit.data.loader_traits import LoaderTraits
+from resumekit.run.loops import FrameworkLoop
 from resumekit.state import CaptureLine, ComponentState, Fidelity, SharingPattern, StateComponent
 
 _KEY = "callbacks/lightning"

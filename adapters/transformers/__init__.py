@@ -19,7 +19,7 @@ from resumekit.errors import ConfigurationError
 from resumekit.frameworks.accelerate import require_supported
 from resumekit.log import logger
 from resumekit.requirements import check_tested, require
-from resumekit.run import Options, checked_extras, require_order, run_directory
+from resumekit.run.options import Options, checked_extras, require_order, run_directory
 
 require("transformers")
 
@@ -45,7 +45,7 @@ from resumekit.adapters.transformers.user_state import changed_settings, user_st
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from resumekit.run import OptionKeywords
+    from resumekit.run.options import OptionKeywords
 
 __all__ = ["ResumeCallback"]
 

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from resumekit.errors import ConfigurationError
-from resumekit.storage import StepName, Store
+from resumekit.storage.directories import StepName
+from resumekit.storage.store import Store
 
 if TYPE_CHECKING:
-    from resumekit.run import FrameworkLoop, OptionKeywords
+    from resumekit.run.loops import FrameworkLoop
+    from resumekit.run.options import OptionKeywords
 
 _REFUSED = {
     "ignore_data_skip": "a setting that changes which batches come next",

@@ -22,13 +22,10 @@ from resumekit.adapters.transformers.arguments import (
     saves_by_itself,
 )
 from resumekit.adapters.transformers.user_state import lost_of_trl, trl_components, without_times
-from resumekit.capture import (
-    AttributeState,
-    UserState,
-    buckets_of,
-    by_class_and_ordinal,
-    frozen_parameters,
-)
+from resumekit.capture.ddp_buckets import buckets_of
+from resumekit.capture.model import by_class_and_ordinal, frozen_parameters
+from resumekit.capture.objects import AttributeState
+from resumekit.capture.user_state.user_state import UserState
 from resumekit.frameworks.accelerate import accelerator_components
 from resumekit.state import (
     CLOCK_SUFFIXES,

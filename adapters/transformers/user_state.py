@@ -12,15 +12,11 @@ from transformers.trainer_callback import ExportableState
 
 from resumekit.adapters.transformers import _private as private
 from resumekit.adapters.transformers._private import trl_classes
-from resumekit.capture import (
-    Holder,
-    Restorer,
-    UserState,
-    attributes_set_by,
-    by_class_and_ordinal,
-    require_fields,
-    trained_parameters,
-)
+from resumekit.capture.model import by_class_and_ordinal
+from resumekit.capture.nested_state import Restorer, require_fields
+from resumekit.capture.user_state.attributes import Holder
+from resumekit.capture.user_state.exclusions import attributes_set_by, trained_parameters
+from resumekit.capture.user_state.user_state import UserState
 from resumekit.state import (
     ComponentState,
     Resplit,

@@ -27,7 +27,7 @@ from resumekit.adapters.accelerate import Checkpointer
 from resumekit.adapters.accelerate._private import accelerator_faults
 from resumekit.errors import ConfigurationError, InexactError, StateMismatchError
 from resumekit.record.trace import KILL_VARIABLE, TRACE_VARIABLE
-from resumekit.storage import Store
+from resumekit.storage.store import Store
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "integration" / "scripts"

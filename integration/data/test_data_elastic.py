@@ -124,7 +124,7 @@ def _checkpointer(
             directory, model=model, optimizer=optimizer, lr_scheduler=scheduler, **options
         )
     from resumekit import Checkpointer as Core
-    from resumekit.capture import state_components
+    from resumekit.capture.slots import state_components
 
     components = state_components(model=model, optimizer=optimizer)
     summed = StateComponent("callbacks/sum", counted, SharingPattern.PER_RANK)

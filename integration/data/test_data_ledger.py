@@ -28,7 +28,7 @@ from ledger_workloads import (
 )
 from preloads import TORCH
 
-from resumekit.storage import Store
+from resumekit.storage.store import Store
 from resumekit.testing import Cell, KillPoint, Kit, Run
 
 # Where it is killed: what was saved is then 3 batches of epoch 0, 2 of epoch 1, a whole epoch, and

@@ -30,7 +30,7 @@ from deepspeed_workloads import LoadsItself, start_from_weights
 
 from resumekit.adapters.deepspeed import Checkpointer
 from resumekit.adapters.torch import Checkpointer as PlainCheckpointer
-from resumekit.capture import KnownObjects
+from resumekit.capture.objects import KnownObjects
 from resumekit.errors import (
     ConfigurationError,
     InexactError,
@@ -39,7 +39,7 @@ from resumekit.errors import (
 )
 from resumekit.frameworks.deepspeed import engine_faults
 from resumekit.record.trace import KILL_VARIABLE, TRACE_VARIABLE
-from resumekit.storage import Store
+from resumekit.storage.store import Store
 from resumekit.testing import Cell, Kit
 
 PRELOAD = DEEPSPEED

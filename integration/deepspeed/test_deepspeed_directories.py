@@ -15,7 +15,7 @@ pytest.importorskip("deepspeed")
 from deepspeed_workloads import load_natively, save_natively, train
 
 from resumekit.prove import compare
-from resumekit.storage import Store
+from resumekit.storage.store import Store
 from resumekit.testing import Cell, Kit, Run
 
 PRELOAD = DEEPSPEED

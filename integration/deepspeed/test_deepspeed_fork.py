@@ -15,7 +15,8 @@ from change_workloads import train
 
 from resumekit.diff import compare_checkpoints
 from resumekit.fork import fork_checkpoint
-from resumekit.storage import StepReader, Store
+from resumekit.storage.manifest import StepReader
+from resumekit.storage.store import Store
 from resumekit.testing import Cell, KillPoint, Kit, Run
 
 PRELOAD = ALL

@@ -20,7 +20,7 @@ from zero_export_workloads import through_accelerate, through_trainer
 from zero_workloads import MOMENTS, NATIVE, digest, take_over
 
 from resumekit.export import export_model
-from resumekit.storage import Store
+from resumekit.storage.store import Store
 from resumekit.testing import Cell, Kit, Run
 
 PRELOAD = DEEPSPEED

@@ -23,7 +23,8 @@ from zero_workloads import save_natively_and_lose, train_and_lose
 
 from resumekit.errors import CorruptCheckpointError
 from resumekit.prove import compare
-from resumekit.storage import StepName, Store
+from resumekit.storage.directories import StepName
+from resumekit.storage.store import Store
 from resumekit.testing import Cell, Kit, Run
 from resumekit.testing.task import target_of
 

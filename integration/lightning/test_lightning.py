@@ -64,7 +64,7 @@ from resumekit.adapters.lightning import ResumeCallback
 from resumekit.adapters.lightning._private import trainer_faults
 from resumekit.errors import ConfigurationError, DriftError, InexactError
 from resumekit.record.trace import KILL_VARIABLE, TRACE_VARIABLE
-from resumekit.storage import Store
+from resumekit.storage.store import Store
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "integration" / "scripts"

@@ -20,10 +20,14 @@ from overwriting import overwrite_everything
 from resumekit.run import due_saves
 from resumekit.run import save as saving
 from resumekit.run.run import RunState
-from resumekit.run.saving import drain
-from resumekit.serialization import Payload, leaf_digests
+from resumekit.run.saving.background import drain
+from resumekit.serialization.digests import leaf_digests
+from resumekit.serialization.writing import Payload
 from resumekit.state import StateComponent
-from resumekit.storage import FileEntry, LocalFileSystem, Staging, store
+from resumekit.storage import store
+from resumekit.storage.commit import Staging
+from resumekit.storage.files import FileEntry
+from resumekit.storage.io.file_system import LocalFileSystem
 from resumekit.testing.task import load_function
 
 CHANGED = "changed-{rank}.json"  # the values that were overwritten, by component

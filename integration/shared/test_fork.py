@@ -15,7 +15,9 @@ from fork_workloads import NUM_STEPS, train
 
 from resumekit.diff import compare_checkpoints
 from resumekit.fork import fork_checkpoint
-from resumekit.storage import StepName, StepReader, Store, lineage_of
+from resumekit.storage.directories import StepName
+from resumekit.storage.manifest import StepReader, lineage_of
+from resumekit.storage.store import Store
 from resumekit.testing import Cell, KillPoint, Kit, Run
 
 PRELOAD = ALL

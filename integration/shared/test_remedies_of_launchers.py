@@ -18,7 +18,7 @@ pytest.importorskip("lightning")
 from official_scripts import LIGHTNING, MODULE, output_of
 from several_trainings import KILL_AT, MARKER
 
-from resumekit.storage import Store
+from resumekit.storage.store import Store
 
 SCRIPTS = Path(__file__).parents[1] / "user_scripts"
 RUN = (*MODULE, "resumekit.cli", "run", "--max-restarts", "0", "--save-every", "5", "--dir")

@@ -16,7 +16,7 @@ from threading import Thread
 import pytest
 
 from resumekit.cli import main
-from resumekit.storage import Store
+from resumekit.storage.store import Store
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "integration" / "scripts"

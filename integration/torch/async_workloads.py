@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from workloads import train
 
 from resumekit.adapters.torch import Checkpointer
-from resumekit.storage import LocalFileSystem, store
+from resumekit.storage import store
+from resumekit.storage.io.file_system import LocalFileSystem
 
 _POLL_SECONDS = 0.0005
 STATE_BYTES = 128 << 20

@@ -15,7 +15,8 @@ from resumekit.errors import CheckpointError
 from resumekit.prove import Verdict, compare
 from resumekit.record.moments import launch_directory
 from resumekit.record.trace import KILL_VARIABLE, TRACE_VARIABLE
-from resumekit.storage import StepName, Store
+from resumekit.storage.directories import StepName
+from resumekit.storage.store import Store
 from resumekit.testing.launchers import ForkServer
 from resumekit.testing.task import Task, target_of
 

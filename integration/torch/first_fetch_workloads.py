@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from resumekit.run.resuming.loading import RestoredState
-from resumekit.serialization import local_part
+from resumekit.serialization.sharding import local_part
 
 NUM_SAMPLES, BATCH_SIZE, EPOCHS, SAVE_EVERY = 64, 8, 3, 5
 

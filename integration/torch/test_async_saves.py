@@ -14,7 +14,7 @@ from async_workloads import fork_workers, leave_by, train_until_killed
 from preloads import TORCH
 
 from resumekit.prove import compare
-from resumekit.storage import Store
+from resumekit.storage.store import Store
 from resumekit.testing import Cell, KillPoint, Kit
 from resumekit.testing.launchers import ForkServer
 from resumekit.testing.task import Task, target_of

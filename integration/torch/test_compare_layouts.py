@@ -10,7 +10,7 @@ from resave_workload import resave
 from sharded_workloads import take_over
 
 from resumekit.diff import CheckpointDifference, compare_checkpoints
-from resumekit.storage import Store
+from resumekit.storage.store import Store
 from resumekit.testing import Cell, Kit, Run
 
 PRELOAD = TORCH

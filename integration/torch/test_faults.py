@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 from faults_trials import KILLED, Ended, Trial, Trials
 
-from resumekit.storage import StepName, Store
+from resumekit.storage.directories import StepName
+from resumekit.storage.store import Store
 from resumekit.testing import DEFAULT_PRELOAD
 from resumekit.testing.launchers import ForkServer
 

@@ -21,7 +21,8 @@ from transformers_workloads import NUM_BLOCKS, Blocks
 from resumekit.adapters.transformers import ResumeCallback
 from resumekit.diff import compare_checkpoints
 from resumekit.errors import ConfigurationError
-from resumekit.storage import StepName, Store
+from resumekit.storage.directories import StepName
+from resumekit.storage.store import Store
 
 END = 2 * STEPS_PER_EPOCH
 EVALUATED: dict[str, Any] = {

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, set_seed
 
 from resumekit.adapters.transformers import ResumeCallback
 from resumekit.export import export_model
-from resumekit.storage import Store
+from resumekit.storage.store import Store
 from resumekit.testing import Cell, KillPoint, Kit
 
 PRELOAD = TRAINER

@@ -18,7 +18,7 @@ from trainer_sharded_workloads import train
 from transformers import AutoModelForCausalLM
 
 from resumekit.export import export_model
-from resumekit.storage import Store
+from resumekit.storage.store import Store
 from resumekit.testing import Cell, KillPoint, Kit
 
 PRELOAD = TRAINER

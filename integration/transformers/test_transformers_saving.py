@@ -32,7 +32,7 @@ from transformers.generation import GenerationConfig
 
 from resumekit.errors import NoUsableCheckpointError, Preempted
 from resumekit.record.trace import INJECT_VARIABLE
-from resumekit.storage import Store
+from resumekit.storage.store import Store
 
 
 def steps_of(directory: Path) -> list[int]:

@@ -27,7 +27,7 @@ from official_scripts import (
 from stock_cases import OFFICIAL
 
 from resumekit.attach import AttachSettings, attached_environment, run_directories
-from resumekit.storage import Store
+from resumekit.storage.store import Store
 
 SAVE_EVERY, KILL_AT_READ = 5, 8 * 13 + 1  # batches of 8: steps 1 to 13 were trained
 

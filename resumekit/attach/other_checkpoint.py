@@ -7,7 +7,7 @@ from typing import Any
 
 from resumekit.errors import ConfigurationError
 from resumekit.log import logger, show_messages
-from resumekit.storage import Store
+from resumekit.storage.store import Store
 
 
 def replace_checkpoint(

@@ -14,7 +14,8 @@ from typing import Any
 
 from resumekit.errors import CheckpointError, ConfigurationError, DirectoryError
 from resumekit.log import logger, show_messages
-from resumekit.storage import TRAININGS, Store, seal, unseal
+from resumekit.storage.directories import TRAININGS, seal, unseal
+from resumekit.storage.store import Store
 
 _NUM_NAMED = 3
 

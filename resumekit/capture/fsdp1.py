@@ -39,7 +39,7 @@ from resumekit.capture.nested_state import (
 )
 from resumekit.capture.optimizer import OptimizerState
 from resumekit.errors import DeclarationError, UnsupportedValueError
-from resumekit.serialization import FlatPart, fill, part_like
+from resumekit.serialization.sharding import FlatPart, fill, part_like
 
 _WRAPPED = "_fsdp_wrapped_module"  # of FullyShardedDataParallel, as in naming.py
 _EXTRA_STATE = "_extra_state"

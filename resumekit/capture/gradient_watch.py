@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from resumekit.capture.fsdp1 import flat_modules, free_gathered
 from resumekit.capture.model import by_clean_name, clean_name, wrapped_attribute
-from resumekit.serialization import local_part
+from resumekit.serialization.sharding import local_part
 
 # At the first boundaries every parameter is checked, later some of them in turn.
 _NUM_FULL = 3

@@ -21,7 +21,8 @@ from resumekit.capture.nested_state import Mismatch, fits, refuse, require_field
 from resumekit.capture.slots import OptimizerParameters
 from resumekit.capture.user_state.user_state import UserState
 from resumekit.errors import ConfigurationError, StateMismatchError
-from resumekit.serialization import is_sharded, local_part, sharded_like, state_digest
+from resumekit.serialization.digests import state_digest
+from resumekit.serialization.sharding import is_sharded, local_part, sharded_like
 from resumekit.state import (
     AfterRng,
     Renamed,

@@ -28,7 +28,7 @@ from resumekit.capture.nested_state import (
     state_mismatches,
 )
 from resumekit.errors import ConfigurationError, DeclarationError
-from resumekit.serialization import FlatPart, fill, is_sharded, local_part
+from resumekit.serialization.sharding import FlatPart, fill, is_sharded, local_part
 from resumekit.state import (
     ComponentState,
     InPlace,

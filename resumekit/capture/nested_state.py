@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from resumekit.errors import StateMismatchError
-from resumekit.serialization import FlatPart, fill, is_sharded, local_part
+from resumekit.serialization.sharding import FlatPart, fill, is_sharded, local_part
 from resumekit.state import ComponentState
 
 # A renamed layer keeps most of its name; below this ratio of common characters it is another one.

@@ -25,7 +25,8 @@ from resumekit.capture.nested_state import (
     require_fields,
 )
 from resumekit.errors import StateMismatchError, UnsupportedValueError
-from resumekit.serialization import StatePath, leaves_of
+from resumekit.serialization.digests import leaves_of
+from resumekit.serialization.tensors import StatePath
 from resumekit.state import ComponentState, Renamed, Renaming, Resplit, Stateful, WorldChange
 
 _REMEDY = "Build the object as it was when the checkpoint was written"

@@ -35,7 +35,7 @@ from resumekit.capture.nested_state import (
     require_fields,
 )
 from resumekit.errors import ConfigurationError
-from resumekit.serialization import (
+from resumekit.serialization.sharding import (
     FlatPart,
     is_sharded,
     local_part,

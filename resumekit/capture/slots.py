@@ -45,7 +45,7 @@ from resumekit.capture.user_state.exclusions import trained_parameters
 from resumekit.capture.user_state.user_state import UserState
 from resumekit.distributed import ranks_of
 from resumekit.errors import DeclarationError
-from resumekit.serialization import is_sharded, local_part
+from resumekit.serialization.sharding import is_sharded, local_part
 from resumekit.state import (
     CaptureLine,
     ComponentState,

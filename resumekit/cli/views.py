@@ -23,14 +23,9 @@ from resumekit.fork import fork_checkpoint
 from resumekit.log import show_messages
 from resumekit.progress_display import human_bytes, show_progress
 from resumekit.shared_files import shared_bytes
-from resumekit.storage import (
-    ForkOrigin,
-    Manifest,
-    StepName,
-    StepReader,
-    Store,
-    lineage_of,
-)
+from resumekit.storage.directories import StepName
+from resumekit.storage.manifest import ForkOrigin, Manifest, StepReader, lineage_of
+from resumekit.storage.store import Store
 
 _PIPE_WIDTH = 160
 

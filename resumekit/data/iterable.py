@@ -11,7 +11,7 @@ import torch.distributed as dist
 import xxhash
 from torch.utils.data import IterableDataset
 
-from resumekit.capture import RngState
+from resumekit.capture.rng import RngState
 from resumekit.data.loader_traits import (
     LoaderTraits,
     announce_epoch,

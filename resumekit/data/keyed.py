@@ -31,7 +31,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from resumekit.capture import accelerator_in_use, require_fields
+from resumekit.capture.global_rng import accelerator_in_use
+from resumekit.capture.nested_state import require_fields
 from resumekit.data.epoch_order import DistributedResumableSampler, ResumableSampler
 from resumekit.data.loader_traits import (
     DATASET_PREFIXES,

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from resumekit.capture import states_of_new_rank
+from resumekit.capture.rng import states_of_new_rank
 from resumekit.data.epoch_order import (
     DRAWN,
     IN_ORDER,

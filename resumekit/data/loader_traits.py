@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from resumekit.capture import GENERATOR_TYPES
+from resumekit.capture.rng import GENERATOR_TYPES
 
 # Under this name a framework's loader holds the one it draws from. accelerate 1.15 data_loader.py
 # DataLoaderAdapter; transformers.Trainer iterates the same class.

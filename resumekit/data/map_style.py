@@ -11,7 +11,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, MapDataPipe
 
-from resumekit.capture import RngState, content_digest, generator_state
+from resumekit.capture.rng import RngState, generator_state
+from resumekit.capture.user_state.walk import content_digest
 from resumekit.data.epoch_order import (
     UNKNOWN,
     Batching,

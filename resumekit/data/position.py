@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
-from resumekit.capture import UserState, require_fields
+from resumekit.capture.nested_state import require_fields
+from resumekit.capture.user_state.user_state import UserState
 from resumekit.data.iterable import ReplaySource
 from resumekit.data.keyed import KeyedSource, RunSeed
 from resumekit.data.loader_changes import resplit_positions

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from resumekit.capture import RngState
+from resumekit.capture.rng import RngState
 from resumekit.data.loader_changes import (
     FRAMEWORK_CHANGED,
     RANKS,

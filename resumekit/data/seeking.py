@@ -18,7 +18,7 @@ import torch
 import xxhash
 from torch.utils.data import BatchSampler
 
-from resumekit.capture import RngState
+from resumekit.capture.rng import RngState
 from resumekit.data.epoch_order import (
     DRAWN,
     NAMED,

@@ -9,8 +9,10 @@ from typing import Any, ClassVar, Literal
 
 from torch.utils.data import Subset
 
-from resumekit.capture import Holder, RngState, generator_state, set_generator_state
-from resumekit.capture.user_state import attributes_set_in, is_user_object
+from resumekit.capture.rng import RngState, generator_state, set_generator_state
+from resumekit.capture.user_state.attributes import Holder
+from resumekit.capture.user_state.exclusions import attributes_set_in
+from resumekit.capture.user_state.value_types import is_user_object
 from resumekit.data.loader_changes import (
     FittedPosition,
     fit_at_epoch_start,

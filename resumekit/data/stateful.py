@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from resumekit.capture import RngState
+from resumekit.capture.rng import RngState
 from resumekit.data.iterable import BatchDigest, first_dimension
 from resumekit.data.loader_traits import (
     LoaderTraits,

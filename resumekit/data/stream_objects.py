@@ -22,8 +22,10 @@ from typing import Any, TypeAlias
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from resumekit.capture import Holder, UserState, content_digest
-from resumekit.capture.user_state import is_object_of_library, is_user_object
+from resumekit.capture.user_state.attributes import Holder
+from resumekit.capture.user_state.user_state import UserState
+from resumekit.capture.user_state.value_types import is_object_of_library, is_user_object
+from resumekit.capture.user_state.walk import content_digest
 from resumekit.log import logger
 from resumekit.state import Fidelity
 

@@ -17,7 +17,7 @@ import xxhash
 from torch.utils.data import DataLoader, MapDataPipe, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory as _pin
 
-from resumekit.capture import (
+from resumekit.capture.global_rng import (
     PYTHON_WORDS,
     NumpyState,
     PythonState,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from resumekit.capture import merge_states, merged_optimizers
+from resumekit.capture.nested_state import merge_states, merged_optimizers
 from resumekit.diff.result import (
     CheckpointDifference,
     ComparedCheckpoint,
@@ -22,18 +22,11 @@ from resumekit.diff.result import (
 )
 from resumekit.diff.tensors import TensorPair, compare_tensors, element_of
 from resumekit.errors import ConfigurationError
-from resumekit.serialization import (
-    StatePath,
-    StoredSource,
-    StoredState,
-    StoredTensor,
-    UniqueNames,
-    leaves_of,
-    open_state,
-    state_digest,
-)
+from resumekit.serialization.digests import leaves_of, state_digest
+from resumekit.serialization.reading import StoredSource, StoredState, StoredTensor, open_state
+from resumekit.serialization.tensors import StatePath, UniqueNames
 from resumekit.state import CLOCK_SUFFIXES, SharingPattern, Slot, common_prefix_change
-from resumekit.storage import ComponentRecord, StepReader
+from resumekit.storage.manifest import ComponentRecord, StepReader
 
 _MAX_CHARACTERS = 40
 _ARRAYS = frozenset({"f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "c8", "c16", "b1"})

@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from resumekit.diff.result import ElementDifferences, TensorDifference
-from resumekit.serialization import Box, ElementType, StoredTensor, element_type, read_boxes
+from resumekit.serialization.leaves import ElementType, element_type
+from resumekit.serialization.reading import StoredTensor, read_boxes
+from resumekit.serialization.sharding import Box
 
 _Array = NDArray[Any]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from resumekit.capture import state_components
+from resumekit.capture.slots import state_components
 from resumekit.errors import ConfigurationError
 from resumekit.requirements import PrivateName
 from resumekit.state import StateComponent

@@ -14,7 +14,9 @@ from typing import Any
 import xxhash
 from torch import nn
 
-from resumekit.capture import class_name, content_digest, is_secret
+from resumekit.capture.nested_state import class_name
+from resumekit.capture.user_state.exclusions import is_secret
+from resumekit.capture.user_state.walk import content_digest
 from resumekit.live import is_library_file
 
 _MAX_BYTES = 2**28  # of the data whose content is digested

@@ -31,7 +31,10 @@ from resumekit.record.journal import (
     latest_steps,
 )
 from resumekit.shared_files import shared_bytes
-from resumekit.storage import Manifest, Owner, StepName, Store
+from resumekit.storage.directories import StepName
+from resumekit.storage.manifest import Manifest
+from resumekit.storage.ownership import Owner
+from resumekit.storage.store import Store
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from resumekit.html_report.run_facts import (
 )
 from resumekit.progress_display import human_bytes
 from resumekit.record.journal import Event
-from resumekit.storage import Manifest
+from resumekit.storage.manifest import Manifest
 
 
 def run_page(run: RunFacts) -> str:

@@ -21,7 +21,7 @@ from resumekit.record.moments import (
     differences,
     rest_of,
 )
-from resumekit.serialization import leaf_digests
+from resumekit.serialization.digests import leaf_digests
 
 _MAX_DECODED = 20_000  # integers whose digests are known; more take seconds
 

@@ -16,9 +16,11 @@ import numpy as np
 import torch
 import xxhash
 
-from resumekit.capture import NumpyState, PythonState, generator_state, read_devices
+from resumekit.capture.global_rng import NumpyState, PythonState, read_devices
+from resumekit.capture.rng import generator_state
 from resumekit.record.journal import WEIGHTS, Record
-from resumekit.serialization import local_part, state_digest
+from resumekit.serialization.digests import state_digest
+from resumekit.serialization.sharding import local_part
 
 _MASK = 2**64 - 1
 # Odd multipliers with well mixed bits (splitmix64).

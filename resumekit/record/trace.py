@@ -389,7 +389,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return value.hex()
     # Imported when needed: the codec is not part of a script that traces numbers alone.
-    from resumekit.serialization import state_digest
+    from resumekit.serialization.digests import state_digest
 
     return f"digest {state_digest(value)}"
 
@@ -406,7 +406,7 @@ def _plain_samples(samples: Any) -> Any:
 
 
 def _component_digests(components: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    from resumekit.serialization import leaf_digests  # see _plain
+    from resumekit.serialization.digests import leaf_digests  # see _plain
 
     return {key: dict(leaf_digests(state)) for key, state in components.items()}
 

@@ -12,7 +12,8 @@ from resumekit.record.comparison import Difference, replayed
 from resumekit.record.conditions import Header, changes, loss_is_comparable
 from resumekit.record.journal import Attempt, Has, Record, latest_steps
 from resumekit.state import Slot
-from resumekit.storage import StepReader, Store
+from resumekit.storage.manifest import StepReader
+from resumekit.storage.store import Store
 
 LOSS_FIELD = "loss"
 _MAX_NAMED = 10

@@ -28,7 +28,9 @@ from resumekit.replay.isolation import (
 )
 from resumekit.replay.result import ReplayResult, compare_rank, compare_saved
 from resumekit.replay_plan import VARIABLE, ReplayPlan
-from resumekit.storage import StepName, StepReader, Store
+from resumekit.storage.directories import StepName
+from resumekit.storage.manifest import StepReader
+from resumekit.storage.store import Store
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from resumekit.errors import (
     DeclarationError,
     RankDisagreementError,
 )
-from resumekit.serialization import WHOLE, Box, Copy, copy_digests, leaf_digests
+from resumekit.serialization.digests import Copy, copy_digests, leaf_digests
+from resumekit.serialization.sharding import WHOLE, Box
 from resumekit.state import SharingPattern, StateComponent, Validation
-from resumekit.storage import Manifest
+from resumekit.storage.manifest import Manifest
 
 _SAID_BY_THE_PATTERN = frozenset(
     {SharingPattern.GLOBAL, SharingPattern.REPLICATED, SharingPattern.PER_RANK}

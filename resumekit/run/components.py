@@ -13,27 +13,24 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from resumekit.capture import (
-    AccumulatedGradients,
-    Extras,
-    Holder,
-    OptimizerState,
-    UserState,
-    bucket_components,
-    is_user_object,
-    parameter_components,
-    require_gradients,
-    uncaptured_parameters,
-)
-from resumekit.capture.gradients import gradient_states
-from resumekit.data import SEED, DataPosition, Feed, RunSeed, user_objects
+from resumekit.capture.ddp_buckets import bucket_components
+from resumekit.capture.gradients import AccumulatedGradients, gradient_states, require_gradients
+from resumekit.capture.objects import Extras
+from resumekit.capture.optimizer import OptimizerState
+from resumekit.capture.slots import parameter_components, uncaptured_parameters
+from resumekit.capture.user_state.attributes import Holder
+from resumekit.capture.user_state.user_state import UserState
+from resumekit.capture.user_state.value_types import is_user_object
+from resumekit.data.keyed import SEED, RunSeed
+from resumekit.data.position import DataPosition, Feed
+from resumekit.data.source import user_objects
 from resumekit.distributed import World
 from resumekit.errors import ConfigurationError
 from resumekit.run.loop_variables import LoopVariables
 from resumekit.run.options import Options, is_per_rank, names_component
 from resumekit.run.progress import BestSelection, Counters
 from resumekit.run.randomness import RandomState
-from resumekit.serialization import encode_local
+from resumekit.serialization.planning import encode_local
 from resumekit.state import (
     CaptureLine,
     SharingPattern,

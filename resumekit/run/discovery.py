@@ -19,7 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from resumekit.capture import by_key, is_library, slot_of, unwrapped
+from resumekit.capture.model import by_key, unwrapped
+from resumekit.capture.slots import slot_of
+from resumekit.capture.user_state.value_types import is_library
 from resumekit.distributed import World
 from resumekit.errors import ConfigurationError, StateMismatchError
 from resumekit.live import find_frames

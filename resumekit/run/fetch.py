@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from resumekit.capture.ddp_buckets import GradientBuckets
-from resumekit.data import Feed
+from resumekit.data.position import Feed
 from resumekit.run.garbage_collector import collector_paused
 from resumekit.run.run import Loaded, RunState
 from resumekit.state import AfterRng, states_of

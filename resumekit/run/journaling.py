@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from resumekit.data import Feed
+from resumekit.data.position import Feed
 from resumekit.distributed import DataRanks, World
 from resumekit.errors import DivergenceError
 from resumekit.log import logger
@@ -53,7 +53,8 @@ from resumekit.record.step_values import (
 from resumekit.run.components import RunComponents
 from resumekit.run.options import Options
 from resumekit.run.resuming.compatibility import frameworks_in
-from resumekit.storage import Manifest, Store
+from resumekit.storage.manifest import Manifest
+from resumekit.storage.store import Store
 
 # Above this many ranks rank 0 alone keeps a journal.
 MAX_RANKS = 64

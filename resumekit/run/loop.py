@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from signal import Signals
 from typing import Any, NoReturn
 
-from resumekit.data import Feed, Source
+from resumekit.data.position import Feed
+from resumekit.data.source import Source
 from resumekit.errors import LoopError, Preempted
 from resumekit.record.trace import rng_digests
 from resumekit.run.discovery import Discovery

@@ -18,21 +18,12 @@ from weakref import ref
 import numpy as np
 from torch import Tensor
 
-from resumekit.capture import (
-    SCALARS,
-    Holder,
-    Paths,
-    Seen,
-    UserState,
-    Walk,
-    class_name,
-    is_code,
-    is_left_out,
-    is_training,
-    label_of,
-    require_fields,
-    slot_of,
-)
+from resumekit.capture.nested_state import class_name, require_fields
+from resumekit.capture.slots import is_training, slot_of
+from resumekit.capture.user_state.attributes import Holder
+from resumekit.capture.user_state.user_state import UserState, label_of
+from resumekit.capture.user_state.value_types import SCALARS, is_code, is_left_out
+from resumekit.capture.user_state.walk import Paths, Seen, Walk
 from resumekit.errors import StateMismatchError
 from resumekit.live import (
     EnumerateCounts,

@@ -16,7 +16,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from resumekit.data import EpochUsage, Feed, Source, epoch_usage
+from resumekit.data.position import EpochUsage, Feed, epoch_usage
+from resumekit.data.source import Source
 from resumekit.errors import DataPositionError, ResumekitError
 from resumekit.run.fetch import enter_loop, restore_random
 from resumekit.run.loop import Loop

@@ -13,11 +13,13 @@ from types import UnionType
 from typing import Any, Literal, TypedDict, Union, get_args, get_origin, get_type_hints
 
 from resumekit.cadence import parse_cadence
-from resumekit.capture import GRADIENT_BUCKETS, OPTIMIZER_PARAMETERS
+from resumekit.capture.ddp_buckets import GRADIENT_BUCKETS
+from resumekit.capture.slots import OPTIMIZER_PARAMETERS
 from resumekit.distributed import AGREEMENT_TIMEOUT_SECONDS
 from resumekit.errors import ConfigurationError, did_you_mean
 from resumekit.state import Slot, StateComponent
-from resumekit.storage import RetentionPolicy, StepName
+from resumekit.storage.commit import RetentionPolicy
+from resumekit.storage.directories import StepName
 
 Change = Literal["batch_size", "horizon", "world_size"]
 

@@ -7,11 +7,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from resumekit.data import Source
+from resumekit.data.source import Source
 from resumekit.distributed import DataRanks, World
 from resumekit.errors import CheckpointError, LoopError
 from resumekit.state import ComponentState
-from resumekit.storage import Manifest, StepName, Store
+from resumekit.storage.directories import StepName
+from resumekit.storage.manifest import Manifest
+from resumekit.storage.store import Store
 
 T = TypeVar("T")
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from resumekit.capture import RngState, generator_state, set_generator_state
-from resumekit.data import DataPosition, Feed, Source
+from resumekit.capture.rng import RngState, generator_state, set_generator_state
+from resumekit.data.position import DataPosition, Feed
+from resumekit.data.source import Source
 from resumekit.state import ComponentState, Fidelity, Resplit, WorldChange
 
 _AT_EPOCH = "at_epoch"

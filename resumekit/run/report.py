@@ -9,7 +9,7 @@ from types import MethodType
 from typing import Any
 
 from resumekit.cadence import SaveInterval, parse_cadence
-from resumekit.capture import SettingChange
+from resumekit.capture.fingerprint import SettingChange
 from resumekit.distributed import World
 from resumekit.errors import InexactError
 from resumekit.log import logger
@@ -24,7 +24,7 @@ from resumekit.state import (
     Slot,
     StateComponent,
 )
-from resumekit.storage import LINEAGE, ForkOrigin, Manifest
+from resumekit.storage.manifest import LINEAGE, ForkOrigin, Manifest
 
 # Gives lines for state that the run has and no component holds.
 Finding = Callable[[], Iterable[CaptureLine]]

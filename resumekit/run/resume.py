@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from resumekit.capture import differences, gradient_keys
-from resumekit.data import saved_batch_size
+from resumekit.capture.fingerprint import differences
+from resumekit.capture.gradients import gradient_keys
+from resumekit.data.position import saved_batch_size
 from resumekit.distributed import DataRanks
 from resumekit.record.trace import injected_components
 from resumekit.run.agreement import ComponentGroups, agreed_data_ranks
@@ -31,7 +32,7 @@ from resumekit.run.resuming.loading import Loading, RestoredState
 from resumekit.run.resuming.state_origins import StateOrigins
 from resumekit.run.run import Agreed, Loaded, Running, RunState, Searched
 from resumekit.state import Slot
-from resumekit.storage import holds_only_weights, lineage_of
+from resumekit.storage.manifest import holds_only_weights, lineage_of
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 

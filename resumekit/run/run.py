@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from resumekit.capture import fingerprint
+from resumekit.capture.fingerprint import fingerprint
 from resumekit.distributed import DataRanks, World
 from resumekit.log import show_messages
 from resumekit.record.comparison import Comparison, replayed
@@ -34,10 +34,12 @@ from resumekit.run.options import Options
 from resumekit.run.report import Reporter, ResumeReport
 from resumekit.run.resuming.finder import Finder, Found
 from resumekit.run.resuming.loading import RestoredState
-from resumekit.run.saving import SaveInFlight
+from resumekit.run.saving.in_flight import SaveInFlight
 from resumekit.run.saving.payloads import FrozenLinks, ShardPlanner
 from resumekit.state import StateComponent, Validation
-from resumekit.storage import Manifest, StepName, Store
+from resumekit.storage.directories import StepName
+from resumekit.storage.manifest import Manifest
+from resumekit.storage.store import Store
 
 # What a run's components may be given as: a list, or, where the objects do not exist yet when the
 # run begins, a function that gives it.

@@ -23,16 +23,13 @@ from resumekit.run.run import RunState
 from resumekit.run.saving.in_flight import Demand, SaveJob
 from resumekit.run.saving.payloads import directory_of, finish_comparing, link, with_frozen
 from resumekit.run.saving.snapshot import wait_for_gpus
-from resumekit.serialization import Payload
+from resumekit.serialization.writing import Payload
 from resumekit.state import BeforeSave, CaptureReport, SharingPattern, StateComponent, states_of
-from resumekit.storage import (
-    ComponentRecord,
-    FileEntry,
-    Manifest,
-    Staging,
-    StepName,
-    num_threads,
-)
+from resumekit.storage.commit import Staging
+from resumekit.storage.directories import StepName
+from resumekit.storage.files import FileEntry
+from resumekit.storage.io.pipeline import num_threads
+from resumekit.storage.manifest import ComponentRecord, Manifest
 
 # In a manifest's details: the journal's verdict on the steps that the attempt has repeated.
 JOURNAL = "journal"

@@ -10,7 +10,9 @@ from weakref import WeakSet, finalize
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from resumekit.capture import OptimizerState, ScalerState, trained_parameters
+from resumekit.capture.objects import ScalerState
+from resumekit.capture.optimizer import OptimizerState
+from resumekit.capture.user_state.exclusions import trained_parameters
 from resumekit.errors import ResumekitError
 from resumekit.log import logger
 from resumekit.state import StateComponent

@@ -23,8 +23,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from resumekit.capture import Paths, Walk, fingerprints_of
-from resumekit.data import Source
+from resumekit.capture.user_state.value_types import fingerprints_of
+from resumekit.capture.user_state.walk import Paths, Walk
+from resumekit.data.source import Source
 from resumekit.record.conditions import float32_precisions
 from resumekit.run.progress import OwnLoop
 from resumekit.state import CaptureLine, Fidelity

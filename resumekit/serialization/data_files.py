@@ -14,7 +14,10 @@ from resumekit.serialization.deferral import LoadMemory
 from resumekit.serialization.index import Index, header, stem_of
 from resumekit.serialization.leaves import dense_strides, flat_bytes
 from resumekit.serialization.sharding import Box, Chunk, Layout, Logical, part_name
-from resumekit.storage import BLOCK_BYTES, MAX_JSON_BYTES, FileReader, Piece, StepReader
+from resumekit.storage.directories import MAX_JSON_BYTES
+from resumekit.storage.file_reader import FileReader
+from resumekit.storage.files import BLOCK_BYTES, Piece
+from resumekit.storage.manifest import StepReader
 
 
 def read_index(step: StepReader, path: str, *, is_common: bool = False) -> Index:

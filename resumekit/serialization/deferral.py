@@ -19,7 +19,7 @@ from resumekit.errors import CheckpointError, IncompleteLoadError
 from resumekit.serialization.decoding import Decoder
 from resumekit.serialization.leaves import PLAIN_TYPES, dense_strides, retyped, stored_values
 from resumekit.serialization.sharding import Logical
-from resumekit.storage import HostBuffer
+from resumekit.storage.io.pipeline import HostBuffer
 
 # Takes a state with its tensors on the meta device; gives each with the live tensor that it is
 # copied into.

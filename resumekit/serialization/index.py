@@ -27,7 +27,7 @@ from resumekit.serialization.decoding import known_element
 from resumekit.serialization.encoding import MAX_SIZE, checked_shape, checked_sizes, typed
 from resumekit.serialization.leaves import ElementType, Leaf, dense_strides
 from resumekit.serialization.sharding import Box, Layout, Logical
-from resumekit.storage import parse_json
+from resumekit.storage.directories import parse_json
 
 _HEADER_ALIGNMENT = 4096
 

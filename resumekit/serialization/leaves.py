@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 
 from resumekit.errors import SaveError
-from resumekit.storage import ThreadedCalls
+from resumekit.storage.io.pipeline import ThreadedCalls
 
 # ---------------------------------------------------------------- element types
 

@@ -35,7 +35,7 @@ from resumekit.serialization.sharding import (
     sharding_of,
 )
 from resumekit.serialization.tensors import FoundTensor, StatePath
-from resumekit.storage import BLOCK_BYTES
+from resumekit.storage.files import BLOCK_BYTES
 
 _MOST_NAMED = 3
 

@@ -47,7 +47,8 @@ from resumekit.serialization.sharding import (
     sharding_of,
 )
 from resumekit.state import SharingPattern
-from resumekit.storage import ComponentRecord, StepReader, use_huge_pages
+from resumekit.storage.io.pipeline import use_huge_pages
+from resumekit.storage.manifest import ComponentRecord, StepReader
 
 # A tensor of the state on the meta device, and the live DTensor that defines the wanted shard.
 Pairs = Iterable[tuple[Tensor, Any]]

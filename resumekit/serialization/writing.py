@@ -14,17 +14,10 @@ from resumekit.serialization.index import Index, arrange, header, stem_of
 from resumekit.serialization.leaves import Image, Leaf, pieces_of
 from resumekit.serialization.planning import Assignment, LocalState
 from resumekit.serialization.sharding import Logical, is_sharded
-from resumekit.storage import (
-    BLOCK_BYTES,
-    MAX_JSON_BYTES,
-    FileEntry,
-    Staging,
-    StepName,
-    ThreadedCalls,
-    combine,
-    cut,
-    digest_of_block,
-)
+from resumekit.storage.commit import Staging
+from resumekit.storage.directories import MAX_JSON_BYTES, StepName
+from resumekit.storage.files import BLOCK_BYTES, FileEntry, combine, cut, digest_of_block
+from resumekit.storage.io.pipeline import ThreadedCalls
 
 PAGE_BYTES = 4096
 _NO_DIGEST = "0" * 32

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from resumekit.storage import StepName, Store
+from resumekit.storage.directories import StepName
+from resumekit.storage.store import Store
 
 
 @dataclass(frozen=True)

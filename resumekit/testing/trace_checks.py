@@ -8,7 +8,7 @@ from pathlib import Path
 from resumekit.record.comparison import AttemptVerdict, verdicts
 from resumekit.record.journal import DIRECTORY
 from resumekit.record.moments import CHECKPOINT, END, STEP, read_trace, records_of, steps_of
-from resumekit.storage import MANIFEST
+from resumekit.storage.directories import MANIFEST
 
 
 def wrong_length(trace: Path, *, num_steps: int, save_every: int) -> str:

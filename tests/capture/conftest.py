@@ -11,8 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from resumekit.capture import ModelState, OptimizerState, RngState
-from resumekit.serialization import decode, encode, leaf_digests
+from resumekit.capture.model import ModelState
+from resumekit.capture.optimizer import OptimizerState
+from resumekit.capture.rng import RngState
+from resumekit.serialization.decoding import decode
+from resumekit.serialization.digests import leaf_digests
+from resumekit.serialization.encoding import encode
 
 Make = Callable[[Any], Any]
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from resumekit.capture import ObjectState
+from resumekit.capture.objects import ObjectState
 from resumekit.errors import StateMismatchError
 from resumekit.state import ComponentState, WorldChange
 

@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim import SGD, lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 
-from resumekit.capture import by_key, state_components
+from resumekit.capture.model import by_key
+from resumekit.capture.slots import state_components
 from resumekit.errors import DeclarationError
 from resumekit.state import SharingPattern, Slot
 

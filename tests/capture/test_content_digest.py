@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from resumekit.capture import content_digest
+from resumekit.capture.user_state.walk import content_digest
 
 LIMIT = 10**8
 Transition = namedtuple("Transition", "obs action reward")

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from resumekit.capture import AttributeState, Extras
-from resumekit.capture.objects import KnownObjects
+from resumekit.capture.objects import AttributeState, Extras, KnownObjects
 from resumekit.errors import StateMismatchError, UnsupportedValueError
 from resumekit.state import ComponentState
 

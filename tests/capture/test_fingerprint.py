@@ -16,9 +16,18 @@ from torch import nn
 from torch.optim import SGD, lr_scheduler
 
 from resumekit.adapters.torch import Checkpointer
-from resumekit.capture import Severity, differences, fingerprint, state_components
-from resumekit.capture.fingerprint import HIDDEN, is_secret_name, repository_state, without_secrets
-from resumekit.storage import StepName, Store
+from resumekit.capture.fingerprint import (
+    HIDDEN,
+    Severity,
+    differences,
+    fingerprint,
+    is_secret_name,
+    repository_state,
+    without_secrets,
+)
+from resumekit.capture.slots import state_components
+from resumekit.storage.directories import StepName
+from resumekit.storage.store import Store
 
 
 def run(*, lr: Any = 0.1, length: int = 10, world_size: int = 1, **settings: Any) -> dict[str, Any]:

@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from resumekit import Checkpointer as BaseCheckpointer
 from resumekit import StateComponent
 from resumekit.adapters.torch import Checkpointer
-from resumekit.capture import ModelState, OptimizerState
 from resumekit.capture.gradient_watch import GradientWatch, StorageWatch
+from resumekit.capture.model import ModelState
+from resumekit.capture.optimizer import OptimizerState
 
 
 def concluded(

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-from resumekit.capture import UserState
+from resumekit.capture.user_state.user_state import UserState
 from resumekit.errors import StateMismatchError
 from resumekit.state import Fidelity
 

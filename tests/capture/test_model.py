@@ -12,8 +12,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DataParallel
 
-from resumekit.capture import ModelState
-from resumekit.capture.model import RankBuffers
+from resumekit.capture.model import ModelState, RankBuffers
 from resumekit.errors import StateMismatchError
 
 

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from resumekit import Checkpointer as BaseCheckpointer
 from resumekit import StateComponent
 from resumekit.adapters.torch import Checkpointer
-from resumekit.capture import (
-    OptimizerState,
+from resumekit.capture.optimizer import OptimizerState
+from resumekit.capture.slots import (
     parameter_components,
     registered_components,
     state_components,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW
 
-from resumekit.capture import OptimizerState
+from resumekit.capture.optimizer import OptimizerState
 from resumekit.errors import ConfigurationError, StateMismatchError
 
 

@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from resumekit.capture import ModelState, RngState, generator_state, set_generator_state
-from resumekit.capture.model import RankBuffers
-from resumekit.capture.rng import states_of_new_rank
+from resumekit.capture.model import ModelState, RankBuffers
+from resumekit.capture.rng import RngState, generator_state, set_generator_state, states_of_new_rank
 from resumekit.errors import DeclarationError, StateMismatchError
 from resumekit.state import WorldChange
 

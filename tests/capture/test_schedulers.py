@@ -16,7 +16,7 @@ from torch.optim.swa_utils import SWALR
 
 from resumekit.capture.scheduler import SchedulerState, horizon
 from resumekit.errors import StateMismatchError
-from resumekit.serialization import state_digest
+from resumekit.serialization.digests import state_digest
 
 STEPS_BEFORE, STEPS_AFTER = 4, 8
 

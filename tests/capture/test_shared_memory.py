@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from resumekit.capture import UserState
 from resumekit.capture.user_state.memory import strides_of
+from resumekit.capture.user_state.user_state import UserState
 from resumekit.errors import StateMismatchError
 
 KEY = "callbacks/attributes"

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from resumekit.capture import Holder, UserState
+from resumekit.capture.user_state.attributes import Holder
+from resumekit.capture.user_state.user_state import UserState
 from resumekit.errors import StateMismatchError
 from resumekit.state import Fidelity
 

@@ -25,8 +25,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
-from resumekit.capture import Holder as Root
-from resumekit.capture import UserState
+from resumekit.capture.user_state.attributes import Holder as Root
+from resumekit.capture.user_state.user_state import UserState
 from resumekit.capture.user_state.value_types import Kind, kind_of_class
 from resumekit.errors import StateMismatchError
 from resumekit.state import Fidelity

@@ -18,7 +18,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from resumekit.capture import Holder, UserState
+from resumekit.capture.user_state.attributes import Holder
+from resumekit.capture.user_state.user_state import UserState
 from resumekit.errors import StateMismatchError
 from resumekit.state import Fidelity
 

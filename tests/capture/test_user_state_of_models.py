@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from resumekit.capture import Holder, UserState, attribute_components
+from resumekit.capture.slots import attribute_components
+from resumekit.capture.user_state.attributes import Holder
+from resumekit.capture.user_state.user_state import UserState
 from resumekit.errors import StateMismatchError
 from resumekit.state import Fidelity, WorldChange
 

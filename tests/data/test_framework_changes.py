@@ -26,10 +26,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from resumekit.capture import RngState
-from resumekit.data import DataPosition, ResumableSampler
+from resumekit.capture.rng import RngState
+from resumekit.data import ResumableSampler
 from resumekit.data.keyed import RunSeed
-from resumekit.data.position import open_source
+from resumekit.data.position import DataPosition, open_source
 from resumekit.errors import DataPositionError
 from resumekit.state import Fidelity, WorldChange
 

@@ -13,10 +13,9 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
-from resumekit.capture import RngState
-from resumekit.data import DataPosition
+from resumekit.capture.rng import RngState
 from resumekit.data.iterable import ReplaySource
-from resumekit.data.position import open_source
+from resumekit.data.position import DataPosition, open_source
 from resumekit.data.prefetching import WrappedSource
 from resumekit.errors import DataPositionError
 

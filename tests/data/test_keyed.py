@@ -27,11 +27,10 @@ from torch.utils.data import (
 )
 
 from resumekit.adapters.torch import Checkpointer
-from resumekit.capture import RngState
-from resumekit.data import DataPosition
+from resumekit.capture.rng import RngState
 from resumekit.data.keyed import Keys, Purpose, RunSeed, index_bytes, seed_generators
 from resumekit.data.loader_traits import nested_generators
-from resumekit.data.position import open_source
+from resumekit.data.position import DataPosition, open_source
 from resumekit.errors import (
     ConfigurationError,
     DataPositionError,

@@ -21,13 +21,9 @@ from torch.utils.data import (
     default_collate,
 )
 
-from resumekit.capture import RngState
-from resumekit.data import (
-    DataPosition,
-    DistributedResumableSampler,
-    ResumableSampler,
-)
-from resumekit.data.position import open_source
+from resumekit.capture.rng import RngState
+from resumekit.data import DistributedResumableSampler, ResumableSampler
+from resumekit.data.position import DataPosition, open_source
 from resumekit.data.workers import read_states
 from resumekit.errors import ConfigurationError, DataPositionError
 from resumekit.state import Fidelity

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from resumekit.data import DataPosition, PrefetchedLoader, epoch_usage
 from resumekit.data.keyed import RunSeed
+from resumekit.data.position import DataPosition, epoch_usage
+from resumekit.data.prefetching import PrefetchedLoader
 from resumekit.errors import StateMismatchError
 from resumekit.state import WorldChange
 

@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from resumekit.data import CombinedLoaders, DataPosition, PrefetchedLoader
+from resumekit.data.position import DataPosition
+from resumekit.data.prefetching import PrefetchedLoader
+from resumekit.data.source import CombinedLoaders
 from resumekit.run.randomness import RandomState
 from resumekit.state import Fidelity
 

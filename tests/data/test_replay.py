@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from resumekit.adapters.torch import Checkpointer
-from resumekit.capture import RngState
+from resumekit.capture.rng import RngState
 from resumekit.data.iterable import BatchDigest, ReplaySource
 from resumekit.data.position import open_source
 from resumekit.data.workers import FetchRecorder, read_states, write_states

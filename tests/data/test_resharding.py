@@ -29,9 +29,10 @@ from torch.utils.data import (
 )
 
 from resumekit.adapters.torch import Checkpointer
-from resumekit.data import DataPosition, DistributedResumableSampler, ResumableSampler
+from resumekit.data import DistributedResumableSampler, ResumableSampler
 from resumekit.data.epoch_order import Batching, order_name
 from resumekit.data.loader_changes import fit_position
+from resumekit.data.position import DataPosition
 from resumekit.errors import DataPositionError
 from resumekit.state import WorldChange
 

@@ -14,13 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from resumekit.data import (
-    DataPosition,
-    DistributedResumableSampler,
-    ResumableSampler,
-)
+from resumekit.data import DistributedResumableSampler, ResumableSampler
 from resumekit.data.epoch_order import LONGEST, InOrder, Permutation, share
-from resumekit.data.position import open_source
+from resumekit.data.position import DataPosition, open_source
 from resumekit.errors import ConfigurationError, DataPositionError
 
 HUNDRED_MILLION = 100_000_000

@@ -21,8 +21,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from resumekit.capture import RngState, content_digest
-from resumekit.data import DataPosition
+from resumekit.capture.rng import RngState
+from resumekit.capture.user_state.walk import content_digest
+from resumekit.data.position import DataPosition
 from resumekit.data.seeking import pack_order, packed_integers, rest_of, unpack_order
 from resumekit.errors import DataPositionError
 from resumekit.state import Fidelity

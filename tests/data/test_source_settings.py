@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from resumekit.data import DataPosition, PrefetchedLoader
 from resumekit.data.keyed import RunSeed
+from resumekit.data.position import DataPosition
+from resumekit.data.prefetching import PrefetchedLoader
 
 
 class Stream(IterableDataset[int]):

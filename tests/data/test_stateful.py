@@ -22,7 +22,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from resumekit.capture import RngState
+from resumekit.capture.rng import RngState
 from resumekit.data.iterable import ReplaySource
 from resumekit.data.position import open_source
 from resumekit.state import Fidelity

@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from resumekit.serialization import (
-    Assignment,
-    FlatPart,
-    Payload,
-    Proposal,
-    assign,
-    encode_local,
-)
-from resumekit.storage import ComponentRecord, FileEntry, Manifest, Staging, StepReader, Store
+from resumekit.serialization.planning import Assignment, Proposal, assign, encode_local
+from resumekit.serialization.sharding import FlatPart
+from resumekit.serialization.writing import Payload
+from resumekit.storage.commit import Staging
+from resumekit.storage.files import FileEntry
+from resumekit.storage.manifest import ComponentRecord, Manifest, StepReader
+from resumekit.storage.store import Store
 
 
 class Checkpoints:

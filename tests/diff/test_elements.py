@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from resumekit.diff import ElementDifferences
 from resumekit.diff.tensors import are_comparable, compare_elements
-from resumekit.serialization import element_type
-from resumekit.serialization.leaves import ELEMENT_TYPES
+from resumekit.serialization.leaves import ELEMENT_TYPES, element_type
 
 NAN, INF = float("nan"), float("inf")
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

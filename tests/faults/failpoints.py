@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from resumekit.errors import ConfigurationError
-from resumekit.storage import Entry, FileSystem, Free, LocalFileSystem, ReadHandle, store
+from resumekit.storage import store
+from resumekit.storage.io.file_system import Entry, FileSystem, Free, LocalFileSystem, ReadHandle
 from resumekit.testing.task import load_function
 
 WRITE_CALLS = (

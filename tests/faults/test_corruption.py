@@ -26,8 +26,12 @@ from crashlab.damage import (
 from crashlab.training import NEWEST, OLDER, Live, make_run, resumed
 from resumekit.cli import main
 from resumekit.errors import CorruptCheckpointError, DirectoryError, NoUsableCheckpointError
-from resumekit.serialization import Payload, read_payload
-from resumekit.storage import LocalFileSystem, Manifest, StepName, Store
+from resumekit.serialization.reading import read_payload
+from resumekit.serialization.writing import Payload
+from resumekit.storage.directories import StepName
+from resumekit.storage.io.file_system import LocalFileSystem
+from resumekit.storage.manifest import Manifest
+from resumekit.storage.store import Store
 
 RecordProperty = Callable[[str, object], None]
 

@@ -10,7 +10,8 @@ import pytest
 from failpoints import Failpoint, FailpointFileSystem, failing, parse_failpoints
 
 from resumekit.errors import ConfigurationError, DirectoryError
-from resumekit.storage import LocalFileSystem, Store
+from resumekit.storage.io.file_system import LocalFileSystem
+from resumekit.storage.store import Store
 
 
 @pytest.mark.parametrize(

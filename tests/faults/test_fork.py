@@ -19,7 +19,9 @@ from crashlab.recording import RUN, Recording, RecordingFileSystem
 from crashlab.scenarios import empty_disk
 from resumekit.errors import ResumekitError, SaveError
 from resumekit.fork import fork_checkpoint
-from resumekit.storage import FileSystem, StepName, Store
+from resumekit.storage.directories import StepName
+from resumekit.storage.io.file_system import FileSystem
+from resumekit.storage.store import Store
 
 FORK = Path("/data/runs/b")
 NAME = StepName(2)

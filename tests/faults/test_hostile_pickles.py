@@ -15,8 +15,8 @@ from crashlab.hostile import Watch, hostile_files, run_hostile
 from crashlab.training import NEWEST, make_run, resumed
 from resumekit.cli import main
 from resumekit.errors import ResumekitError
-from resumekit.serialization import read_payload
-from resumekit.storage import Store
+from resumekit.serialization.reading import read_payload
+from resumekit.storage.store import Store
 
 MARKER = "resumekit-was-here"
 

@@ -44,7 +44,8 @@ from crashlab.mutants import (
 from crashlab.recording import RUN, Recording
 from crashlab.scenarios import SCENARIOS, Lab
 from resumekit.errors import ResumekitError
-from resumekit.storage import StepName, Store
+from resumekit.storage.directories import StepName
+from resumekit.storage.store import Store
 
 pytestmark = pytest.mark.full  # minutes
 

@@ -27,7 +27,8 @@ from resumekit.prove import prove
 from resumekit.record.journal import DIRECTORY, find_attempts
 from resumekit.replay import CheckpointResult, ReplayResult
 from resumekit.replay.result import compare_rank
-from resumekit.storage import StepName, Store
+from resumekit.storage.directories import StepName
+from resumekit.storage.store import Store
 
 Train = Callable[..., None]
 

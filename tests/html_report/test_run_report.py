@@ -17,7 +17,7 @@ from resumekit.cli import main
 from resumekit.html_report import read_run, run_page
 from resumekit.html_report.run_facts import of_all_ranks
 from resumekit.html_report.run_page import headline
-from resumekit.storage import Store
+from resumekit.storage.store import Store
 
 Train = Callable[..., None]
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from resumekit.adapters.torch import Checkpointer
 from resumekit.errors import InexactError, ResumekitError, StateMismatchError
 from resumekit.run.components import RunComponents
-from resumekit.storage import Store
+from resumekit.storage.store import Store
 
 Train = Callable[..., Any]
 NUM_BATCHES = 4

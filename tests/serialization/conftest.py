@@ -14,16 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from resumekit.serialization import (
-    Assignment,
-    LocalState,
-    Payload,
-    Proposal,
-    assign,
-    read_payload,
-)
 from resumekit.serialization.leaves import buffers_of
-from resumekit.storage import FileEntry, LocalFileSystem, Manifest, Staging, StepReader, Store
+from resumekit.serialization.planning import Assignment, LocalState, Proposal, assign
+from resumekit.serialization.reading import read_payload
+from resumekit.serialization.writing import Payload
+from resumekit.storage.commit import Staging
+from resumekit.storage.files import FileEntry
+from resumekit.storage.io.file_system import LocalFileSystem
+from resumekit.storage.manifest import Manifest, StepReader
+from resumekit.storage.store import Store
 
 Write = Callable[[Staging], list[FileEntry]]
 

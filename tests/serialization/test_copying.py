@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from resumekit.errors import SaveError
-from resumekit.serialization import element_type, leaves
-from resumekit.serialization.leaves import Leaf, ParallelCopies, bytes_leaf, pieces_of
+from resumekit.serialization import leaves
+from resumekit.serialization.leaves import Leaf, ParallelCopies, bytes_leaf, element_type, pieces_of
 
 NUM_TENSORS, NUM_BYTES = 5, (3 << 20) + 11
 

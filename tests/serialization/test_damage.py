@@ -25,11 +25,11 @@ from resumekit.errors import (
     FormatVersionError,
     UnsupportedValueError,
 )
-from resumekit.serialization import decode, read_payload
+from resumekit.serialization.decoding import decode
 from resumekit.serialization.index import Index, TensorRecord, header
 from resumekit.serialization.leaves import ELEMENT_TYPES, TORCH_CONSTANTS
-from resumekit.storage import BLOCK_BYTES
-from resumekit.storage.files import BlockDigester
+from resumekit.serialization.reading import read_payload
+from resumekit.storage.files import BLOCK_BYTES, BlockDigester
 
 STEM = "state/rank-00000"
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from resumekit.errors import UnsupportedValueError
-from resumekit.serialization import leaf_digests, state_digest
+from resumekit.serialization.digests import leaf_digests, state_digest
 
 Point = namedtuple("Point", ["x", "y"])
 

@@ -11,13 +11,8 @@ import pytest
 import torch
 
 from resumekit.errors import UnsupportedValueError
-from resumekit.serialization import (
-    Payload,
-    Proposal,
-    StoredSource,
-    encode_local,
-    read_sharded,
-)
+from resumekit.serialization.planning import Proposal, encode_local
+from resumekit.serialization.reading import StoredSource, read_sharded
 from resumekit.serialization.sharding import (
     FlatPart,
     Layout,
@@ -26,6 +21,7 @@ from resumekit.serialization.sharding import (
     part_like,
     pieces_of,
 )
+from resumekit.serialization.writing import Payload
 
 SHAPES = [(), (1,), (7,), (5, 3), (1, 9), (4, 1), (3, 2, 4), (2, 1, 3, 2), (0, 4)]
 

@@ -11,17 +11,13 @@ import pytest
 import torch
 
 from resumekit.run.saving.payloads import FrozenLinks
-from resumekit.serialization import (
-    FrozenFiles,
-    Payload,
-    Proposal,
-    StoredSource,
-    encode_local,
-    read_payload,
-    read_sharded,
-    writing,
-)
-from resumekit.storage import BLOCK_BYTES, RetentionPolicy, StepName
+from resumekit.serialization import writing
+from resumekit.serialization.planning import Proposal, encode_local
+from resumekit.serialization.reading import StoredSource, read_payload, read_sharded
+from resumekit.serialization.writing import FrozenFiles, Payload
+from resumekit.storage.commit import RetentionPolicy
+from resumekit.storage.directories import StepName
+from resumekit.storage.files import BLOCK_BYTES
 
 WHOLE = torch.arange(42.0).view(7, 6)
 

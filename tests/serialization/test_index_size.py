@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from resumekit.errors import UnsupportedValueError
-from resumekit.serialization import Payload
 from resumekit.serialization.index import Index, IndexSize
+from resumekit.serialization.writing import Payload
 
 
 def random_value(draw: random.Random, depth: int = 0) -> Any:

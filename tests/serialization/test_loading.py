@@ -12,9 +12,11 @@ import torch
 from failpoints import FailpointFileSystem, parse_failpoints
 
 from resumekit.errors import UnreadableCheckpointError
-from resumekit.serialization import read_payload
-from resumekit.storage import BLOCK_BYTES, LocalFileSystem, StepReader, address_of
+from resumekit.serialization.reading import read_payload
+from resumekit.storage.files import BLOCK_BYTES
 from resumekit.storage.io import pipeline
+from resumekit.storage.io.file_system import LocalFileSystem, address_of
+from resumekit.storage.manifest import StepReader
 
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

@@ -14,17 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from resumekit.serialization import (
-    Assignment,
-    Payload,
-    Proposal,
-    assign,
-    data_files,
-    encode_local,
-)
+from resumekit.serialization import data_files
 from resumekit.serialization import planning as plan_module
-from resumekit.serialization.planning import LocalState
+from resumekit.serialization.planning import Assignment, LocalState, Proposal, assign, encode_local
 from resumekit.serialization.sharding import Box, FlatPart, Layout, box_of, local_part
+from resumekit.serialization.writing import Payload
 
 SHAPES = ((96, 4), (33, 2), (7,))
 

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from resumekit.errors import CorruptCheckpointError, UnreadableCheckpointError
-from resumekit.serialization import Payload, read_payload
 from resumekit.serialization.index import Index
-from resumekit.storage import BLOCK_BYTES, FileEntry, Staging
+from resumekit.serialization.reading import read_payload
+from resumekit.serialization.writing import Payload
+from resumekit.storage.commit import Staging
+from resumekit.storage.files import BLOCK_BYTES, FileEntry
 
 
 def states(num_elements: int = 10) -> dict[str, Any]:

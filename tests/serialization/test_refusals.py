@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from resumekit.errors import UnsupportedValueError
-from resumekit.serialization import Payload, encode
-from resumekit.serialization.encoding import MAX_DEPTH
+from resumekit.serialization.encoding import MAX_DEPTH, encode
+from resumekit.serialization.writing import Payload
 
 Point = namedtuple("Point", ["x", "y"])
 Renamed = namedtuple("Renamed", ["a", "def"], rename=True)

@@ -16,18 +16,13 @@ from resumekit.errors import (
     StateMismatchError,
     UnsupportedValueError,
 )
-from resumekit.serialization import (
-    Payload,
-    Proposal,
-    StoredSource,
-    assign,
-    encode_local,
-    planning,
-    read_sharded,
-)
+from resumekit.serialization import planning
 from resumekit.serialization.index import Index
+from resumekit.serialization.planning import Proposal, assign, encode_local
+from resumekit.serialization.reading import StoredSource, read_sharded
 from resumekit.serialization.sharding import Layout, box_of, is_sharded, local_part
-from resumekit.storage import StepReader
+from resumekit.serialization.writing import Payload
+from resumekit.storage.manifest import StepReader
 
 State = dict[str, Any]
 Make = Callable[[], State]

@@ -15,17 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from resumekit.serialization import (
-    FlatPart,
-    Payload,
-    Proposal,
-    StoredSource,
-    encode_local,
-    leaves,
-    read_payload,
-    read_sharded,
-)
+from resumekit.serialization import leaves
 from resumekit.serialization.leaves import ELEMENT_TYPES, dense_strides, retyped
+from resumekit.serialization.planning import Proposal, encode_local
+from resumekit.serialization.reading import StoredSource, read_payload, read_sharded
+from resumekit.serialization.sharding import FlatPart
+from resumekit.serialization.writing import Payload
 
 # torch warns once in a process that complex32 is experimental.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 
-from resumekit.serialization import encode, read_payload
+from resumekit.serialization.encoding import encode
 from resumekit.serialization.index import Index
 from resumekit.serialization.leaves import (
     CHUNK_BYTES,
@@ -22,6 +22,7 @@ from resumekit.serialization.leaves import (
     element_type,
     retyped,
 )
+from resumekit.serialization.reading import read_payload
 
 # torch warns once in a process that complex32 is experimental.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from resumekit.storage import HostBuffer, LocalFileSystem
 from resumekit.storage.io import file_system
-from resumekit.storage.io.file_system import MIN_DIRECT_BYTES, _is_cached
+from resumekit.storage.io.file_system import MIN_DIRECT_BYTES, LocalFileSystem, _is_cached
+from resumekit.storage.io.pipeline import HostBuffer
 
 SIZE = 3 * MIN_DIRECT_BYTES + 4096 + 77
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)

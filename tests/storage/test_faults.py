@@ -15,13 +15,11 @@ import pytest
 from failpoints import FailpointFileSystem, parse_failpoints
 
 from resumekit.errors import DirectoryError, SaveError
-from resumekit.storage import (
-    LocalFileSystem,
-    RetentionPolicy,
-    StepName,
-    Store,
-)
+from resumekit.storage.commit import RetentionPolicy
+from resumekit.storage.directories import StepName
 from resumekit.storage.io import file_system, pipeline
+from resumekit.storage.io.file_system import LocalFileSystem
+from resumekit.storage.store import Store
 
 OpenStore = Callable[..., Store]
 Save = Callable[..., StepName]

@@ -19,20 +19,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resumekit.errors import CorruptCheckpointError, SaveError, UnreadableCheckpointError
-from resumekit.storage import (
+from resumekit.storage.file_reader import FileReader
+from resumekit.storage.files import (
     BLOCK_BYTES,
+    FIRST_BYTES,
+    BlockDigester,
     FileEntry,
-    FileReader,
-    FileSystem,
     FileWriter,
-    HostBuffer,
-    LocalFileSystem,
     Piece,
-    ReadHandle,
-    address_of,
 )
-from resumekit.storage.files import FIRST_BYTES, BlockDigester
 from resumekit.storage.io import pipeline
+from resumekit.storage.io.file_system import FileSystem, LocalFileSystem, ReadHandle, address_of
+from resumekit.storage.io.pipeline import HostBuffer
 
 SIZES = [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES + 12345]
 LOCAL = LocalFileSystem()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import resumekit.storage
-from resumekit.storage import Entry, LocalFileSystem
+from resumekit.storage.io.file_system import Entry, LocalFileSystem
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resumekit.errors import CorruptCheckpointError, UnsupportedValueError
-from resumekit.storage import parse_json
-from resumekit.storage.directories import seal, unseal
+from resumekit.storage.directories import parse_json, seal, unseal
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resumekit.errors import CorruptCheckpointError, FormatVersionError, UnsupportedValueError
-from resumekit.storage import ComponentRecord, FileEntry, Manifest, StepName
-from resumekit.storage.directories import seal
+from resumekit.storage.directories import StepName, seal
+from resumekit.storage.files import FileEntry
+from resumekit.storage.manifest import ComponentRecord, Manifest
 
 MakeManifest = Callable[..., Manifest]
 

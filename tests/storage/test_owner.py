@@ -22,13 +22,10 @@ from resumekit.errors import (
     OwnershipLostError,
     SharedDirectoryError,
 )
-from resumekit.storage import (
-    LocalFileSystem,
-    Owner,
-    PosixLock,
-    StepName,
-    Store,
-)
+from resumekit.storage.directories import StepName
+from resumekit.storage.io.file_system import LocalFileSystem
+from resumekit.storage.ownership import Owner, PosixLock
+from resumekit.storage.store import Store
 
 OpenStore = Callable[..., Store]
 Save = Callable[..., StepName]

@@ -10,17 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resumekit.errors import CorruptCheckpointError, SaveError
-from resumekit.storage import (
-    FileEntry,
-    LocalFileSystem,
-    Manifest,
-    Part,
-    Parts,
-    Staging,
-    StepName,
-    Store,
-)
-from resumekit.storage.directories import seal
+from resumekit.storage.commit import Staging
+from resumekit.storage.directories import StepName, seal
+from resumekit.storage.files import FileEntry
+from resumekit.storage.io.file_system import LocalFileSystem
+from resumekit.storage.manifest import Manifest
+from resumekit.storage.parts import Part, Parts
+from resumekit.storage.store import Store
 
 OpenStore = Callable[..., Store]
 MakeManifest = Callable[..., Manifest]

@@ -26,16 +26,12 @@ from resumekit.errors import (
     UnreadableCheckpointError,
     UnsupportedValueError,
 )
-from resumekit.storage import (
-    FileEntry,
-    Free,
-    LocalFileSystem,
-    Manifest,
-    RetentionPolicy,
-    StepName,
-    Store,
-)
-from resumekit.storage.directories import seal
+from resumekit.storage.commit import RetentionPolicy
+from resumekit.storage.directories import StepName, seal
+from resumekit.storage.files import FileEntry
+from resumekit.storage.io.file_system import Free, LocalFileSystem
+from resumekit.storage.manifest import Manifest
+from resumekit.storage.store import Store
 
 OpenStore = Callable[..., Store]
 Save = Callable[..., StepName]

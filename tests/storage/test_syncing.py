@@ -10,7 +10,7 @@ import pytest
 from failpoints import FailpointFileSystem, parse_failpoints
 
 from resumekit.errors import SaveError
-from resumekit.storage import LocalFileSystem
+from resumekit.storage.io.file_system import LocalFileSystem
 from resumekit.storage.io.pipeline import UnsyncedFiles
 
 NUM_FILES = 7

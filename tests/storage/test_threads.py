@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from resumekit.storage import ThreadedCalls, num_threads
+from resumekit.storage.io.pipeline import ThreadedCalls, num_threads
 
 NUM_ITEMS = 50
 

@@ -36,7 +36,7 @@ from resumekit.capture.user_state.value_types import (
     sort_of,
     wraps_others,
 )
-from resumekit.serialization import buffers_of
+from resumekit.serialization.leaves import buffers_of
 
 _OBJECT_BYTES = 64  # of a Python object in a container, about
 MAX_OBJECTS = 50_000  # that are walked, and that are digested one by one in a value

@@ -62,7 +62,7 @@ from resumekit.capture.user_state.value_types import (
 )
 from resumekit.capture.user_state.walk import Seen, Walk
 from resumekit.errors import StateMismatchError
-from resumekit.serialization import encode
+from resumekit.serialization.encoding import encode
 
 NODE_SEQUENCES: dict[str, Any] = {each.__name__: each for each in (*SEQUENCES, *SETS)}
 NODE_MAPPINGS: dict[str, Any] = {each.__name__: each for each in MAPPINGS}

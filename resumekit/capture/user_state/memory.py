@@ -20,7 +20,7 @@ from torch import Tensor
 
 from resumekit.capture.nested_state import describe
 from resumekit.errors import StateMismatchError
-from resumekit.serialization import fill
+from resumekit.serialization.sharding import fill
 
 _ALIGNMENT = 16  # of the largest element
 _MAX_BYTES = 64  # of a layout, per byte of the elements in it: the rest of it is never read

@@ -14,20 +14,11 @@ from typing import Any
 
 import torch
 
-from resumekit.capture import (
-    AttributeState,
-    KnownObjects,
-    Mismatch,
-    ModelState,
-    OptimizerState,
-    attribute_components,
-    by_clean_name,
-    class_name,
-    rank_buffer_components,
-    refuse,
-    require_fields,
-    state_components,
-)
+from resumekit.capture.model import ModelState, by_clean_name
+from resumekit.capture.nested_state import Mismatch, class_name, refuse, require_fields
+from resumekit.capture.objects import AttributeState, KnownObjects
+from resumekit.capture.optimizer import OptimizerState
+from resumekit.capture.slots import attribute_components, rank_buffer_components, state_components
 from resumekit.errors import ConfigurationError
 from resumekit.frameworks.deepspeed._private import (
     CHECKPOINT_ENGINE,

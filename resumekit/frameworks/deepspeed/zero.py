@@ -16,20 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from resumekit.capture import (
-    IN_FP32,
-    TRAINED_IN,
-    FlatModelState,
-    Mismatch,
-    OptimizerState,
-    clean_name,
-    fits,
-    inherits_load,
-    is_host_step,
-    is_same,
-    refuse,
-    restore_groups,
-)
+from resumekit.capture.fsdp1 import FlatModelState
+from resumekit.capture.model import IN_FP32, TRAINED_IN, clean_name
+from resumekit.capture.nested_state import Mismatch, fits, is_same, refuse
+from resumekit.capture.optimizer import OptimizerState, inherits_load, is_host_step, restore_groups
 from resumekit.frameworks.deepspeed._private import (
     FRAGMENT,
     IS_LINKED,
@@ -40,7 +30,7 @@ from resumekit.frameworks.deepspeed._private import (
     FP16_UnfusedOptimizer,
     comm,
 )
-from resumekit.serialization import WHOLE, FlatPart, local_part, part_like
+from resumekit.serialization.sharding import WHOLE, FlatPart, local_part, part_like
 from resumekit.state import AfterResume
 
 _LOWER = {torch.bfloat16: "bf16", torch.float16: "fp16"}

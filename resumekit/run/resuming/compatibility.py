@@ -6,19 +6,16 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from resumekit.capture import (
-    GRADIENT_BUCKETS,
-    RANK_BUFFERS,
-    SchedulerState,
-    SettingChange,
-    Severity,
-    is_same_class,
-)
+from resumekit.capture.ddp_buckets import GRADIENT_BUCKETS
+from resumekit.capture.fingerprint import SettingChange, Severity
+from resumekit.capture.model import RANK_BUFFERS
+from resumekit.capture.nested_state import is_same_class
+from resumekit.capture.scheduler import SchedulerState
 from resumekit.errors import DriftError, StateMismatchError
 from resumekit.run.agreement import ComponentGroups
 from resumekit.run.options import Options, names_component
 from resumekit.state import Slot, StateComponent, states_of
-from resumekit.storage import Manifest
+from resumekit.storage.manifest import Manifest
 
 # A run that turns AMP on continues with a fresh scaler rather than not at all; a message says so.
 _MAY_START_FRESH = frozenset({Slot.GRAD_SCALER.value})

@@ -17,7 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from resumekit.capture import merge_states, pairs_of, part_of
+from resumekit.capture.nested_state import merge_states
+from resumekit.capture.optimizer import pairs_of, part_of
 from resumekit.distributed import World, from_rank
 from resumekit.errors import (
     CheckpointError,
@@ -37,15 +38,11 @@ from resumekit.run.agreement import ComponentGroups
 from resumekit.run.options import Options, names_component
 from resumekit.run.report import Rejection
 from resumekit.run.resuming.state_origins import StateOrigins
-from resumekit.run.saving import Snapshot, drain
-from resumekit.serialization import (
-    Deferral,
-    LoadMemory,
-    StoredSource,
-    read_payload,
-    read_sharded,
-    stem_of,
-)
+from resumekit.run.saving.background import drain
+from resumekit.run.saving.snapshot import Snapshot
+from resumekit.serialization.deferral import Deferral, LoadMemory
+from resumekit.serialization.index import stem_of
+from resumekit.serialization.reading import StoredSource, read_payload, read_sharded
 from resumekit.state import (
     InPlace,
     Renamed,
@@ -56,7 +53,9 @@ from resumekit.state import (
     common_prefix_change,
     nearest_prefixes,
 )
-from resumekit.storage import ComponentRecord, Manifest, StepName, StepReader, Store
+from resumekit.storage.directories import StepName
+from resumekit.storage.manifest import ComponentRecord, Manifest, StepReader
+from resumekit.storage.store import Store
 
 
 class LoadBuffer:

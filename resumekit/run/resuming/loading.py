@@ -10,8 +10,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from resumekit.capture import Restorer, SettingChange, differences, gradient_keys
-from resumekit.data import SEED, check_randomness
+from resumekit.capture.fingerprint import SettingChange, differences
+from resumekit.capture.gradients import gradient_keys
+from resumekit.capture.nested_state import Restorer
+from resumekit.data.keyed import SEED, check_randomness
 from resumekit.distributed import World
 from resumekit.errors import StateMismatchError, UnsupportedValueError
 from resumekit.run.agreement import ComponentGroups
@@ -29,7 +31,7 @@ from resumekit.run.resuming.compatibility import (
 )
 from resumekit.run.resuming.finder import Finder, Found, models_first
 from resumekit.run.resuming.state_origins import StateOrigins
-from resumekit.serialization import state_digest
+from resumekit.serialization.digests import state_digest
 from resumekit.state import (
     AfterResume,
     AfterRng,
@@ -41,7 +43,8 @@ from resumekit.state import (
     WorldChange,
     states_of,
 )
-from resumekit.storage import ComponentRecord, StepName
+from resumekit.storage.directories import StepName
+from resumekit.storage.manifest import ComponentRecord
 
 # The order of a restore. The progress comes before it, as soon as the checkpoint is found; the data
 # position and then the random state are only kept, and follow at the first fetch.

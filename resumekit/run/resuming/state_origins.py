@@ -10,7 +10,7 @@ from resumekit.errors import StateMismatchError
 from resumekit.run.agreement import ComponentGroups, recorded_data_ranks
 from resumekit.run.options import is_per_rank
 from resumekit.state import SharingPattern, WorldChange
-from resumekit.storage import ComponentRecord, Manifest
+from resumekit.storage.manifest import ComponentRecord, Manifest
 
 # In a manifest's details: the components that are per rank because of the option.
 PER_RANK_KEYS = "per_rank"

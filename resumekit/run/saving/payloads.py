@@ -19,21 +19,22 @@ from resumekit.capture.fsdp1 import FlatOptimizerState
 from resumekit.capture.model import frozen_of
 from resumekit.distributed import World
 from resumekit.run.agreement import ComponentGroups
-from resumekit.serialization import (
+from resumekit.serialization.index import index_name
+from resumekit.serialization.planning import (
     Assignment,
     Choice,
-    FrozenFiles,
     HolderPositions,
     LocalState,
-    Payload,
     Proposal,
     SavePlan,
     assign,
     encode_local,
-    index_name,
 )
+from resumekit.serialization.writing import FrozenFiles, Payload
 from resumekit.state import SharingPattern, Slot, StateComponent
-from resumekit.storage import FileEntry, RetentionPolicy, Staging, StepName
+from resumekit.storage.commit import RetentionPolicy, Staging
+from resumekit.storage.directories import StepName
+from resumekit.storage.files import FileEntry
 
 # These have a folder of their own, readable by stock tools; the rest goes into one file a rank.
 _OWN_DIRECTORY = frozenset({Slot.MODEL.value, Slot.OPTIMIZER.value})

@@ -20,8 +20,9 @@ import torch
 
 from resumekit.errors import SaveError
 from resumekit.log import logger
-from resumekit.serialization import Payload
-from resumekit.storage import HostBuffer, address_of
+from resumekit.serialization.writing import Payload
+from resumekit.storage.io.file_system import address_of
+from resumekit.storage.io.pipeline import HostBuffer
 
 
 def used_gpus() -> list[int]:

@@ -13,23 +13,20 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from resumekit.capture import (
-    ModelState,
-    OptimizerState,
-    pairs_of,
-    rank_buffer_components,
-    require_gradients,
-    state_components,
-)
 from resumekit.capture.fsdp1 import FlatModelState, FlatOptimizerState, flat_parts
-from resumekit.capture.model import frozen_of
+from resumekit.capture.gradients import require_gradients
+from resumekit.capture.model import ModelState, frozen_of
+from resumekit.capture.optimizer import OptimizerState, pairs_of
+from resumekit.capture.slots import rank_buffer_components, state_components
 from resumekit.errors import (
     ConfigurationError,
     DeclarationError,
     StateMismatchError,
     UnsupportedValueError,
 )
-from resumekit.serialization import FlatPart, decode, encode_local
+from resumekit.serialization.decoding import decode
+from resumekit.serialization.planning import encode_local
+from resumekit.serialization.sharding import FlatPart
 from resumekit.state import SharingPattern
 
 RANKS = 3

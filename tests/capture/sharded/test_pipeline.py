@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from resumekit.capture import ModelState, OptimizerState, part_of
+from resumekit.capture.model import ModelState
 from resumekit.capture.nested_state import merge_states, union
+from resumekit.capture.optimizer import OptimizerState, part_of
 from resumekit.errors import StateMismatchError
 
 

@@ -15,15 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from resumekit import Checkpointer
-from resumekit.capture import (
-    ModelState,
-    OptimizerState,
-    pairs_of,
-    parameter_components,
-    rank_buffer_components,
-    require_gradients,
-    state_components,
-)
+from resumekit.capture.gradients import require_gradients
+from resumekit.capture.model import ModelState
+from resumekit.capture.optimizer import OptimizerState, pairs_of
+from resumekit.capture.slots import parameter_components, rank_buffer_components, state_components
 from resumekit.errors import ConfigurationError, StateMismatchError
 from resumekit.state import SharingPattern, StateComponent
 

@@ -8,7 +8,10 @@ from dataclasses import dataclass, replace
 
 from crashlab.jobs import Job, content_of
 from resumekit.errors import SaveError
-from resumekit.storage import FileEntry, Part, Parts, Staging, StepName
+from resumekit.storage.commit import Staging
+from resumekit.storage.directories import StepName
+from resumekit.storage.files import FileEntry
+from resumekit.storage.parts import Part, Parts
 
 
 @dataclass(frozen=True)

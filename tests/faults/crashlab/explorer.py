@@ -11,7 +11,8 @@ from crashlab.disk import Disk
 from crashlab.jobs import Job, Loaded, Promise, read_all
 from crashlab.recording import RUN, Recording
 from resumekit.errors import CheckpointError, ResumekitError
-from resumekit.storage import StepName, Store
+from resumekit.storage.directories import StepName
+from resumekit.storage.store import Store
 
 _SAVES_ON = "0123"  # first digits of the states after which a save is tried: every fourth
 

@@ -12,9 +12,12 @@ from failpoints import NoLock
 from crashlab.disk import Disk
 from crashlab.recording import RUN, Recording, RecordingFileSystem
 from resumekit.run.saving.payloads import FrozenLinks
-from resumekit.serialization import FrozenFiles
 from resumekit.serialization.leaves import bytes_leaf
-from resumekit.storage import FileEntry, RetentionPolicy, Staging, StepName, Store
+from resumekit.serialization.writing import FrozenFiles
+from resumekit.storage.commit import RetentionPolicy, Staging
+from resumekit.storage.directories import StepName
+from resumekit.storage.files import FileEntry
+from resumekit.storage.store import Store
 
 _NUM_BYTES = 5000
 

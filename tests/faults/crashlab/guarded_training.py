@@ -12,8 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from resumekit.storage import LocalFileSystem
 from resumekit.storage.io import file_system, pipeline
+from resumekit.storage.io.file_system import LocalFileSystem
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

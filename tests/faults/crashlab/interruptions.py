@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from crashlab.recording import RecordingFileSystem
-from resumekit.storage import Entry, FileSystem, Free, ReadHandle
+from resumekit.storage.io.file_system import Entry, FileSystem, Free, ReadHandle
 
 
 class Passing:

@@ -20,7 +20,7 @@ from crashlab.operations import (
     SyncDirectory,
     Unlink,
 )
-from resumekit.storage import Entry, Free, ReadHandle
+from resumekit.storage.io.file_system import Entry, Free, ReadHandle
 
 RUN = Path("/data/runs/a")
 

@@ -26,8 +26,11 @@ from crashlab.jobs import Job, Wrap
 from crashlab.recording import RUN, Recording
 from resumekit.errors import SaveError
 from resumekit.run.saving.payloads import FrozenLinks
-from resumekit.serialization import FrozenFiles
-from resumekit.storage import Parts, RetentionPolicy, StepName, Store
+from resumekit.serialization.writing import FrozenFiles
+from resumekit.storage.commit import RetentionPolicy
+from resumekit.storage.directories import StepName
+from resumekit.storage.parts import Parts
+from resumekit.storage.store import Store
 
 
 @dataclass(frozen=True)

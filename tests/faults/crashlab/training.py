@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit import ResumeReport
 from resumekit.adapters.torch import Checkpointer
-from resumekit.serialization import state_digest
+from resumekit.serialization.digests import state_digest
 
 NEWEST = "step-00000004"
 OLDER = "step-00000002"
