@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from resumekit.capture import Restorer
+from resumekit.capture import ModelState, Restorer
 from resumekit.errors import StateMismatchError, UnsupportedValueError
 from resumekit.run.resuming.finder import Finder
 from resumekit.run.resuming.loading import Loading
@@ -154,6 +154,8 @@ class RestoredState:
 
 def _digest_of(state: ComponentState) -> str | None:
     try:
+        if isinstance(state, ModelState):
+            return state_digest(state.state_and_copies())
         return state_digest(state.comparable_state())
     except UnsupportedValueError:
         return None
