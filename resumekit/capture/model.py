@@ -288,6 +288,13 @@ class ModelState(Renamed, InPlace):
         """
         return by_clean_name(self.module, self.module.state_dict())
 
+    def state_and_copies(self) -> dict[str, Any]:
+        """The state, with live copies of it that code may change, such as rounded weights.
+
+        Not comparable between runs: copies may have padding.
+        """
+        return self.state_dict()
+
     def replicated_state(self) -> dict[str, Any]:
         """The parameters and the sharded buffers; other buffers may differ between ranks."""
         raw = dict(self.module.named_parameters(remove_duplicate=False))

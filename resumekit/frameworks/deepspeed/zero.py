@@ -188,14 +188,14 @@ class ZeroModelState(FlatModelState, AfterResume):
             zero.update_lp_params()
         return ()
 
-    def comparable_state(self) -> dict[str, Any]:
+    def state_and_copies(self) -> dict[str, Any]:
         """The state, and the module's weights of this rank, which may be rounded.
 
         At stage 3 this rank's partitions: a forward pass gathers the others, or frees them.
         """
         raw = self.module.named_parameters()
         partitions = {name: getattr(each, "ds_tensor", each).data for name, each in raw}
-        return {**self.state_dict(), "weights of this rank": partitions}
+        return {"state": self.state_dict(), "partitions": partitions}
 
     def fingerprint(self) -> dict[str, Any]:
         """As of a plain module; in bf16 and fp16 also which tensors stay in fp32."""

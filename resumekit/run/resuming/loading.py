@@ -12,6 +12,7 @@ from typing import Any
 
 from resumekit.capture.fingerprint import SettingChange, differences
 from resumekit.capture.gradients import gradient_keys
+from resumekit.capture.model import ModelState
 from resumekit.capture.nested_state import Restorer
 from resumekit.data.keyed import SEED, check_randomness
 from resumekit.distributed import World
@@ -528,6 +529,8 @@ class RestoredState:
 
 def _digest_of(state: ComponentState) -> str | None:
     try:
+        if isinstance(state, ModelState):
+            return state_digest(state.state_and_copies())
         return state_digest(state.comparable_state())
     except UnsupportedValueError:
         return None
