@@ -178,7 +178,7 @@ def test_a_directory_that_a_live_job_owns_is_refused_and_freed_by_close(tmp_path
 
 def test_a_directory_that_another_process_owns_is_refused(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from resumekit.storage import Store;"
+        "import sys; from pathlib import Path; from resumekit.storage.store import Store;"
         "store = Store(Path(sys.argv[1])); store.acquire();"
         "print('owned', flush=True); sys.stdin.read()"
     )

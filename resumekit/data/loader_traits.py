@@ -72,21 +72,23 @@ class LoaderTraits:
     def of(cls, loader: Any) -> LoaderTraits:
         """What this loader is."""
         itself = loader if isinstance(loader, IterableDataset) else None
-        held = getattr(loader, INNER, None)
+        contained = getattr(loader, INNER, None)
         is_torchdata, is_dispatched = _is_torchdata(loader), _is_dispatched(loader)
         num_workers = getattr(loader, "num_workers", 0)
         is_unordered = num_workers and not getattr(loader, "in_order", True)
-        if _is_map_style(held) and not is_dispatched:
+        if _is_map_style(contained) and not is_dispatched:
             kind = WRAPPED
         elif _is_map_style(loader):
             kind = MAP
         else:
-            kind = STATEFUL if held is None and _restores_itself(loader) else REPLAY
+            kind = STATEFUL if contained is None and _restores_itself(loader) else REPLAY
         return cls(
             loader=loader,
-            inner=None if held is None else cls.of(held),
+            inner=None if contained is None else cls.of(contained),
             kind=kind,
-            is_stream=_is_stream(loader if held is None else held, is_dispatched=is_dispatched),
+            is_stream=_is_stream(
+                loader if contained is None else contained, is_dispatched=is_dispatched
+            ),
             is_torchdata=is_torchdata,
             is_node_loader=isinstance(loader, _public("torchdata.nodes", "Loader")),
             parts={
@@ -384,7 +386,7 @@ _METHODS = ("__iter__", "__getitem__", "__getitems__", "__call__")
 def nested_generators(
     holders: Mapping[str, Any], *, left_out: Iterable[int] = ()
 ) -> dict[str, Any]:
-    """Every private generator that is held somewhere below, by dotted name, each once.
+    """Every private generator that is contained somewhere below, by dotted name, each once.
 
     Attributes, items of containers, closures, defaults and partial arguments are followed, and what
     the code that gets a sample names in its own module, or of another module. Nothing is called.
@@ -416,7 +418,7 @@ def reachable(
 
 
 def _global_generators() -> set[int]:
-    """The three that keys do reach, under whatever name they are held."""
+    """The three that keys do reach, under whatever name they are contained."""
     bound: tuple[Any, ...] = (random.seed, np.random.rand)
     return {id(torch.default_generator), *(id(method.__self__) for method in bound)}
 

@@ -20,7 +20,7 @@ ACCELERATOR = """
 import json, types
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as register
-from resumekit.capture import RngState
+from resumekit.capture.rng import RngState
 from resumekit.data.workers import read_states, write_states
 from resumekit.record.step_values import RandomStates
 
@@ -175,7 +175,7 @@ def test_an_accelerator_is_read_and_reported_once_it_is_in_use() -> None:
     found = run(
         ACCELERATOR,
         """
-from resumekit.capture import accelerator_in_use
+from resumekit.capture.global_rng import accelerator_in_use
 from resumekit.recorder.digests import rng_positions
 from resumekit.run.randomness import RandomState
 from resumekit.record.trace import rng_digests
@@ -242,7 +242,7 @@ def test_torch_runs_a_queued_seed_after_a_queued_state() -> None:
 
 def test_a_seed_from_before_the_restore_does_not_overwrite_a_cuda_state() -> None:
     code = """
-from resumekit.capture import RngState
+from resumekit.capture.rng import RngState
 from resumekit.data.workers import write_states
 found = []
 torch.manual_seed(0)

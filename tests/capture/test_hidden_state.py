@@ -235,7 +235,7 @@ SCRIPT = """
 from types import SimpleNamespace
 
 from {module} import Keeper
-from resumekit.capture import UserState
+from resumekit.capture.user_state.user_state import UserState
 
 own = SimpleNamespace(keeper=Keeper())
 state = UserState({{"own": own}}, key="callbacks/attributes")

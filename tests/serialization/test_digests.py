@@ -124,7 +124,7 @@ def test_memory_layout_parameters_and_order_of_keys_do_not_count() -> None:
 
 def test_digests_are_the_same_in_another_process() -> None:
     code = (
-        "import torch; from resumekit.serialization import state_digest; "
+        "import torch; from resumekit.serialization.digests import state_digest; "
         "print(state_digest({'s': {'b', 'a', 'c'}, 't': torch.arange(5), 'f': [0.1, b'x']}))"
     )
     # A hash seed of its own: its sets have another order.

@@ -32,7 +32,7 @@ Save = Callable[..., StepName]
 
 _OWNER = """
 import os, sys, time
-from resumekit.storage import Store
+from resumekit.storage.store import Store
 store = Store(sys.argv[1])
 store.acquire()
 child = os.fork() if sys.argv[2] == "with child" else -1

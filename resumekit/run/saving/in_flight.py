@@ -334,17 +334,17 @@ class SaveInFlight:
         sizes = [each.copy_bytes for each in demands]
         if sizes == self._sizes:
             return self._accepts
-        own = demands[self._world.ranks.index(self._world.rank)]
-        here = [each for each in demands if each.node == own.node]
+        mine = demands[self._world.ranks.index(self._world.rank)]
+        here = [each for each in demands if each.node == mine.node]
         self._num_threads = num_threads(len(here))
-        others = sum(each.growth for each in here) - own.growth
+        others = sum(each.growth for each in here) - mine.growth
         accepted = not self._must_fit or all(
-            self._world.gather(self.snapshot.fits(own.copy_bytes, others))
+            self._world.gather(self.snapshot.fits(mine.copy_bytes, others))
         )
         if self._world.is_first and (self._sizes is None or accepted != self._accepts):
             of_node = f", {human_bytes(sum(each.copy_bytes for each in here))} on its node"
             several = of_node if len(here) > 1 else ""
-            size = f"{human_bytes(own.copy_bytes)} on rank 0{several}"
+            size = f"{human_bytes(mine.copy_bytes)} on rank 0{several}"
             logger.info(
                 "async saves keep a copy of the state in host memory: %s"
                 if accepted
