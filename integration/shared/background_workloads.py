@@ -17,7 +17,6 @@ from typing import Any
 
 from overwriting import overwrite_everything
 
-from resumekit.run import due_saves
 from resumekit.run import save as saving
 from resumekit.run.run import RunState
 from resumekit.run.saving.background import drain
@@ -98,12 +97,11 @@ def save_once(
     saving.Payload = WithStates  # type: ignore[misc]
     if mode == "not copied":
         Payload.copy_into = lambda self, memory, **_: None  # type: ignore[method-assign]
-    save = saving.save
 
-    def save_and_end(run: RunState, **named: Any) -> None:
-        made.clear()
-        save(run, **named)
-        if run.counters.step != step:
+    # No function of this script may call ``save``: a save reads the functions that are running.
+    def end_after_save(run: RunState, event: str, *_: Any) -> None:
+        if event != "checkpoint" or run.counters.step != step:
+            made.clear()
             return
         try:
             if mode != "synchronous":
@@ -118,7 +116,7 @@ def save_once(
             traceback.print_exc()
             os._exit(1)
 
-    due_saves.save = save_and_end  # type: ignore[assignment]
+    RunState.trace_state = end_after_save  # type: ignore[assignment, method-assign]
     load_function(function)(directory, **options, async_save=mode != "synchronous")
     raise AssertionError(f"no save was made at step {step}")
 
