@@ -237,7 +237,7 @@ class Preempted(SystemExit):
 
     Args:
         signal_number: e.g. 15 for SIGTERM.
-        step: the optimizer step that was saved.
+        step: the optimizer step of the newest checkpoint; 0 if there is none.
     """
 
     def __init__(self, signal_number: int, step: int) -> None:

@@ -26,6 +26,7 @@ from resumekit.record.moments import durable_steps, read_trace
 from resumekit.record.trace import TRACE_VARIABLE
 from resumekit.run.due_saves import RequestExchange
 from resumekit.run.saving.background import drain
+from resumekit.run.saving.in_flight import SaveInFlight, SaveJob
 from resumekit.run.saving.snapshot import Snapshot
 from resumekit.serialization.reading import read_payload
 from resumekit.storage.directories import StepName
@@ -500,6 +501,54 @@ def test_a_signal_saves_the_step_also_when_the_save_in_flight_fails(
     assert left.value.step == 3
     assert training.saved() == [3]
     assert "the save at step 2 failed" in capsys.readouterr().err
+
+
+def test_a_last_save_that_fails_is_not_called_saved(
+    tmp_path: Path, gate: Gate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = Training(tmp_path, save_every=2, on_save_error="warn")
+
+    def ask() -> None:
+        training.checkpointer.wait()
+        gate.fail("fsync:1=ENOSPC")
+        send("SIGTERM")()
+
+    with pytest.raises(Preempted) as left:
+        training.train({3: ask})
+    assert (left.value.step, training.saved()) == (2, [2])
+    errors = capsys.readouterr().err
+    assert "SIGTERM: saved at step 2; the same command continues" in errors
+
+
+def test_a_first_save_that_fails_is_not_called_saved(
+    tmp_path: Path, gate: Gate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = Training(tmp_path, save_every=None, on_save_error="warn")
+
+    def ask() -> None:
+        gate.fail("fsync:1=ENOSPC")
+        send("SIGTERM")()
+
+    with pytest.raises(Preempted) as left:
+        training.train({3: ask})
+    assert (left.value.step, training.saved()) == (0, [])
+    assert "SIGTERM: nothing is saved; the same command begins anew" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_save_that_fails_unexpectedly_leaves_no_staging(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(
+        SaveInFlight if is_async else SaveJob, "copy" if is_async else "write", fail
+    )
+    training = Training(tmp_path, save_every=2, async_save=is_async)
+    with pytest.raises(KeyboardInterrupt):
+        training.train({})
+    assert staging(tmp_path) == []
 
 
 def test_the_second_save_is_left_out_when_the_grace_is_too_short(

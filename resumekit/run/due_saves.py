@@ -22,6 +22,7 @@ from resumekit.errors import RankDisagreementError, SaveError
 from resumekit.run.run import RunState
 from resumekit.run.save import finish, save
 from resumekit.run.saving.background import abandon_work
+from resumekit.storage.directories import StepName
 
 # ---------------------------------------------------------------- signals that ask the run to leave
 
@@ -353,21 +354,23 @@ class DueSaves:
 
     # ---------------------------------------------------------------- before leaving
 
-    def make_before_leaving(self) -> int:
-        """Saves this safe point, unless that would take longer than the grace. Collective.
+    def make_before_leaving(self) -> int | None:
+        """Makes the last save, which is synchronous. Collective.
 
-        The save in flight is completed first. Where there is none, nothing is known to be newer
-        than the last checkpoint, and the save is made.
+        Without a save in flight it is always made, whatever ``grace_seconds`` is. A save in flight
+        is completed first, however long that takes. Then this safe point is saved, unless that save
+        was of it, or the slowest of the last background saves took longer than what is left of the
+        grace.
 
         Returns:
-            The optimizer step that is saved.
+            The optimizer step of the newest checkpoint; None if there is none.
         """
         self.is_ending = True
         run, now = self._run, self._run.counters.progress
         manifest = run.in_flight.manifest
         if manifest is None:
             self._save()
-            return now.step
+            return self._newest_step
         saved, is_current = manifest.step, manifest.progress["micro_step"] == now.micro_step
         try:
             self.wait()
@@ -375,9 +378,14 @@ class DueSaves:
             run.reporter.warn(f"the save at step {saved} failed: {error}")
         else:
             if is_current or not self._fits_grace(now.step, saved):
-                return saved
+                return self._newest_step
         self._save()
-        return now.step
+        return self._newest_step
+
+    @property
+    def _newest_step(self) -> int | None:
+        latest = self._run.running.latest
+        return None if latest is None else StepName.from_text(latest).step
 
     def _fits_grace(self, step: int, saved: int) -> bool:
         """Whether a save at this step ends in time on every rank. Collective."""

@@ -502,12 +502,14 @@ class Loop:
             self.release()
             replay.end_process()
 
-    def _leave(self, signal_number: int, step: int) -> NoReturn:
-        """The run was asked to leave, and this step is saved."""
-        name = Signals(signal_number).name
-        self.run.reporter.log(f"{name}: saved at step {step}; the same command continues")
+    def _leave(self, signal_number: int, step: int | None) -> NoReturn:
+        """The run was asked to leave; the newest checkpoint is of this step."""
+        then = f"saved at step {step}; the same command continues"
+        if step is None:
+            then = "nothing is saved; the same command begins anew"
+        self.run.reporter.log(f"{Signals(signal_number).name}: {then}")
         self.release()
-        raise Preempted(signal_number, step)
+        raise Preempted(signal_number, step or 0)
 
     def release(self) -> None:
         """Gives back what this process holds: the signals, hooks, the run directory."""

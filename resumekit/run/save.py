@@ -15,7 +15,6 @@ from datetime import datetime, timezone
 from typing import Any
 
 from resumekit.capture.model import frozen_of
-from resumekit.errors import ResumekitError
 from resumekit.progress_display import show_progress
 from resumekit.run.agreement import ComponentGroups, described
 from resumekit.run.garbage_collector import collector_paused
@@ -77,7 +76,7 @@ def save(run: RunState, *, in_background: bool) -> None:
                 world.everywhere(lambda: _copy(run, job))
             else:
                 _write(run, job)
-        except ResumekitError:
+        except BaseException:
             if world.is_first:
                 job.abandon()
             raise
