@@ -532,7 +532,7 @@ def test_a_first_save_that_fails_is_not_called_saved(
     with pytest.raises(Preempted) as left:
         training.train({3: ask})
     assert (left.value.step, training.saved()) == (0, [])
-    assert "SIGTERM: nothing is saved; the same command begins anew" in capsys.readouterr().err
+    assert "SIGTERM: nothing is saved; the same command starts fresh" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("is_async", [True, False])

@@ -1,5 +1,10 @@
 """Which saves are made at a safe point: those that are due, and the last one before leaving.
 
+``Loop.pass_safe_point`` asks, before the next batch. A signal is only recorded when it arrives. The
+ranks exchange it at the next step boundary, and leave there in one process, one boundary later with
+several ranks: ``make_before_leaving``, then ``Preempted`` on every rank. A run that ends first ends
+as usual.
+
 Every decision is the same on all ranks: it depends on what the ranks have agreed on, never on how
 far this rank's background thread is.
 """
@@ -36,11 +41,12 @@ _installed: weakref.WeakSet[LeaveSignals] = weakref.WeakSet()
 
 
 class LeaveSignals:
-    """Records the first signal that this process receives.
+    """Records the first of these signals that this process receives.
 
-    The handler does nothing else: what it interrupts may be any line of the step, or of a save. A
-    second SIGINT is a KeyboardInterrupt, as ever, and nobody waits for a save in the background any
-    more. Other signals change nothing after the first one.
+    The handler does nothing else: it may interrupt any line of the step, or of a save. A SIGINT
+    after the first signal, whichever that was, raises KeyboardInterrupt at once, and the process
+    does not wait at exit for a save in the background. Other signals change nothing after the first
+    one.
 
     Args:
         names: of the signals, e.g. ``"SIGTERM"``.
@@ -63,10 +69,11 @@ class LeaveSignals:
         return time.monotonic() - self._received_at if self.received else 0.0
 
     def install(self) -> list[str]:
-        """Takes the signals that nobody else handles.
+        """Takes the signals that no other code handles. Called when the first loop begins.
 
         Returns:
-            The names of those that it leaves to others.
+            The names of those that stay with other code; off the main thread, all. One that the
+            shell has set to be ignored is not listed.
         """
         if threading.current_thread() is not threading.main_thread():
             return [number.name for number in self._numbers]  # only the main thread may
@@ -256,11 +263,15 @@ class DueSaves:
 
     @property
     def is_due(self) -> bool:
-        """Whether a save is due on all ranks; clocks and signals of one rank do not count yet."""
+        """Whether a save is due on all ranks; without clocks and signals, which are exchanged."""
         return self._is_requested or self._is_due
 
     def exchange(self, step: int) -> Requests:
-        """The all-reduced requests at this step boundary; this rank's are sent. Collective."""
+        """Gives the requests of all ranks, and sends this rank's for the next boundary. Collective.
+
+        With several ranks they are what was sent at the boundary before: the all-reduce overlaps a
+        step. After a signal nothing more is sent.
+        """
         in_flight = self._run.in_flight
         asks_clock = self._cadence.needs_agreement and self._run.world.is_first
         values = (
@@ -323,7 +334,7 @@ class DueSaves:
             run.reporter.log_interval(self._cadence.chosen)
 
     def finish(self) -> None:
-        """Waits until the save in flight is durable. Collective.
+        """Waits for the save in flight; a failure follows ``on_save_error``. Collective.
 
         Raises:
             SaveError: it has failed, unless that is only logged.
@@ -333,7 +344,7 @@ class DueSaves:
             finish(self._run)
 
     def wait(self) -> None:
-        """Waits until the save in flight is durable. Collective.
+        """Waits for the save in flight; a failure is always raised. Collective.
 
         Raises:
             SaveError: it has failed.
@@ -368,17 +379,15 @@ class DueSaves:
         self.is_ending = True
         run, now = self._run, self._run.counters.progress
         manifest = run.in_flight.manifest
-        if manifest is None:
-            self._save()
-            return self._newest_step
-        saved, is_current = manifest.step, manifest.progress["micro_step"] == now.micro_step
-        try:
-            self.wait()
-        except SaveError as error:
-            run.reporter.warn(f"the save at step {saved} failed: {error}")
-        else:
-            if is_current or not self._fits_grace(now.step, saved):
-                return self._newest_step
+        if manifest is not None:
+            saved, is_current = manifest.step, manifest.progress["micro_step"] == now.micro_step
+            try:
+                self.wait()
+            except SaveError as error:
+                run.reporter.warn(f"the save at step {saved} failed: {error}")
+            else:
+                if is_current or not self._fits_grace(now.step, saved):
+                    return self._newest_step
         self._save()
         return self._newest_step
 
@@ -388,7 +397,10 @@ class DueSaves:
         return None if latest is None else StepName.from_text(latest).step
 
     def _fits_grace(self, step: int, saved: int) -> bool:
-        """Whether a save at this step ends in time on every rank. Collective."""
+        """Whether a save at this step is expected to end in time on every rank. Collective.
+
+        The grace begins with this rank's signal; a rank without one has all of it.
+        """
         run = self._run
         left = run.options.grace_seconds - self.signals.seconds_since
         seconds = run.in_flight.longest_seconds

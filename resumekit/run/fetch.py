@@ -1,7 +1,14 @@
-"""The first fetch of a launch, and the begin of each epoch of a loader.
+"""What happens when a loader begins an epoch; at the first one of a launch the resume ends.
 
-What the script has changed since the load is restored again; then the position in the data and the
-RNG state are set, the last act of a resume.
+A fetch inside an epoch is ``Batches.__next__`` in ``loops.py`` alone. The first ``begin``:
+
+1. ``restore_again``: what the script has changed since the loop began is restored again.
+2. The loader takes its position, and the RNG state is set: inside an epoch in this order; where an
+   epoch starts the RNG state comes first, because the loader draws from it.
+3. States that are ``AfterRng`` are set, and the run is ``Running``.
+
+Where the checkpoint was made between two epochs, ``Loop.open_epoch`` does 1 and 3 and sets the RNG
+state before it gives the number of the epoch.
 """
 
 from __future__ import annotations
@@ -17,18 +24,23 @@ from resumekit.state import AfterRng, states_of
 
 @collector_paused()
 def enter_loop(run: RunState, owner: Any, feed: Feed) -> None:
-    """A loop asks for its first batch: what the script has made until now is the baseline."""
+    """A loop asks for its first batch, before ``begin``. Collective.
+
+    Until the first batch of a launch, the user state as it is now is the baseline of the changes.
+    """
     run.owned.follow(feed, streams=False)
     run.variables.enter(owner)
 
 
 @collector_paused()
 def begin(run: RunState, feed: Feed, epoch: int) -> None:
-    """Begins or continues an epoch of a loader, at the random state that it needs.
+    """Begins or continues an epoch of a loader, at the random state that it needs. Collective.
 
     Raises:
         InexactError: ``strict=True`` and a part would not be restored exactly.
         RankDisagreementError: ranks with fewer batches would wait where others save.
+        DataPositionError: the loader cannot be moved to its position.
+        StateMismatchError, IncompleteLoadError: as of ``restore_again``.
     """
     buckets = states_of(run.components, GradientBuckets)
     if any(each.requires_equal_batches for each in buckets):
@@ -46,7 +58,9 @@ def begin(run: RunState, feed: Feed, epoch: int) -> None:
 
 @collector_paused()
 def restore_again(run: RunState) -> None:
-    """The first fetch of a resume: restores what the script has changed since. Collective.
+    """Restores once more what the script has changed since the loop began; once. Collective.
+
+    States that are ``AfterRng``, the data position and the RNG state are no part of it.
 
     Raises:
         InexactError: ``strict=True``, and a component differs all the same.
@@ -55,12 +69,12 @@ def restore_again(run: RunState) -> None:
     """
     if isinstance(run.phase, Loaded) and run.phase.restored is not None:
         restored, run.phase.restored = run.phase.restored, None
-        run.in_flight.wait_for_own()  # its copy is in the memory of the load
+        run.in_flight.wait_for_own()  # a save before the loop has its copy in that memory
         run.reporter.log_restored_again(*restored.restore())
 
 
 def restore_random(run: RunState) -> None:
-    """Sets the random state, the last act of a resume. A no-op when there is nothing to set."""
+    """Sets the RNG state and the states that are ``AfterRng``; the first call ends the resume."""
     for message in run.rng.restore():
         run.reporter.log(message)
     for each in states_of(run.components, AfterRng):
@@ -72,6 +86,6 @@ def restore_random(run: RunState) -> None:
 
 
 def finish_again(run: RunState) -> None:
-    """A finished run was started again: all state is back, and there is nothing to do."""
+    """Ends the resume of a run that has finished: no loader begins, so none is moved."""
     restore_random(run)
     run.trace_state("end")

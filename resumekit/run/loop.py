@@ -506,7 +506,7 @@ class Loop:
         """The run was asked to leave; the newest checkpoint is of this step."""
         then = f"saved at step {step}; the same command continues"
         if step is None:
-            then = "nothing is saved; the same command begins anew"
+            then = "nothing is saved; the same command starts fresh"
         self.run.reporter.log(f"{Signals(signal_number).name}: {then}")
         self.release()
         raise Preempted(signal_number, step or 0)

@@ -1,6 +1,16 @@
-"""One resume, in order: find the newest good checkpoint, then load it into the live objects.
+"""One resume, in order: find the newest valid checkpoint, then load it into the live objects.
 
-The data position and the RNG state follow at the first fetch, see ``fetch.py``.
+A user's loop calls ``enter`` and then ``accept_horizon``; a framework's loop ``find``,
+``accept_horizon`` and then ``resume``. What is restored, and when:
+
+1. ``find``: the progress.
+2. ``resume``: models, optimizers and the other components.
+3. The first fetch, see ``fetch.py``: the data position, the RNG state, and states that are
+   ``AfterRng``, such as gradients.
+4. Before the first batch is given: the loop's variables, see ``LoopVariables.hand_out``.
+
+Every check of the checkpoint passes on every rank before a live object changes. The comparison of
+the replicas and, in a user's loop, that of the horizon follow the load.
 """
 
 from __future__ import annotations
@@ -39,15 +49,22 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @collector_paused()
 def find(run: RunState, *, up_to: Callable[[str], int | None] | None = None) -> bool:
-    """Finds the checkpoint to continue from, and takes its progress. Collective, idempotent.
+    """Takes the run directory, finds the checkpoint, and takes its progress. Collective.
+
+    Does nothing after the first call. A damaged checkpoint is moved aside, and an older one tried.
 
     Args:
         run: the run.
-        up_to: gives for this run's id the step that the checkpoint is not to be newer than, as
-            long as there is such a one, or None; rank 0's word counts.
+        up_to: gives for this run's id the newest step to accept, or None for any; rank 0's counts.
+            If every checkpoint is newer, the newest one is taken. ``resume_from`` goes before it.
 
     Returns:
-        Whether there is one that is not loaded yet.
+        Whether a checkpoint waits to be loaded: not after a fresh start, nor in a forked run, which
+        takes weights alone.
+
+    Raises:
+        ResumekitError: the directory cannot be used, or holds checkpoints and none that is valid;
+            the ranks have different options. Nothing was changed.
     """
     if run.phase is None:
         run.phase = searched = _search(run, up_to)
@@ -78,15 +95,23 @@ def _search(run: RunState, up_to: Callable[[str], int | None] | None) -> Searche
 
 @collector_paused()
 def resume(run: RunState, asked: Mapping[str, Any] = _NOTHING) -> ResumeReport:
-    """Restores all but the RNG state from what was found, once. Collective.
+    """Loads what was found, or starts fresh; once. Collective.
 
     Args:
         run: the run.
-        asked: the horizon and the batch size of the loop that begins, as far as they are known.
+        asked: the horizon and the batch size of the loop that begins, as far as they are known; a
+            DriftError is explained by them.
+
+    Raises:
+        StateMismatchError: the checkpoint does not fit the live objects; nothing was changed.
+        DriftError: settings that may not change have changed; nothing was changed.
+        UnsupportedValueError: on a fresh start, a value that a save could not store.
+        IncompleteLoadError: the checkpoint has changed during the load; the process has to end.
+        RankDisagreementError: ranks have other components; or, after the load, other replicas.
     """
     if run.resumed is not None:
         return run.resumed.report
-    search = run.discovery if run.phase is None else None  # a framework looks before
+    search = run.discovery if run.phase is None else None  # FrameworkLoop has found
     if search is not None:
         run.owned.set_given(search.find(run.world, run.reporter))
     find(run)
@@ -167,7 +192,10 @@ def _causes(run: RunState, found: Found, asked: Mapping[str, Any]) -> list[str]:
 
 
 def enter(run: RunState, horizon: Mapping[str, int], loader: Any) -> None:
-    """Resumes as a loop begins: from here on the script's changes are not kept. Collective.
+    """Resumes as a loop begins; a later loop of the launch changes nothing. Collective.
+
+    What the script has changed until now is kept. What it changes from here to the first fetch is
+    undone there, except after a fresh start and in a framework's loop.
 
     Args:
         run: the run.
@@ -183,15 +211,17 @@ def enter(run: RunState, horizon: Mapping[str, int], loader: Any) -> None:
 def accept_horizon(
     run: RunState, horizon: dict[str, int], settings: Mapping[str, Any] = _NOTHING
 ) -> None:
-    """Takes the loop's horizon.
+    """Compares the loop's horizon with the checkpoint's, and takes it. Collective.
 
     Args:
         run: the run.
         horizon: in steps, in epochs or in both.
-        settings: of the fingerprint of this run, what the horizon follows from.
+        settings: the horizon follows from them; by their keys in the fingerprint. A DriftError is
+            explained by them.
 
     Raises:
-        DriftError: the interrupted run had another one, and no policy allows it.
+        RankDisagreementError: ranks have other horizons.
+        DriftError: the interrupted run had another one, and ``allow_changes`` does not have it.
     """
     run.world.require_equal(HORIZON, horizon)
     allowed, elsewhere = HORIZON in run.options.allow_changes, _is_from_elsewhere(run)

@@ -4,7 +4,8 @@ What is known later than the options is in the phase, so that nothing can be rea
 
 - ``Searched``: the run directory is owned and searched, see ``find`` in ``resume.py``.
 - ``Loaded``: the live objects are restored, but for what waits for the first fetch, see ``resume``.
-- ``Running``: everything is restored, see ``restore_random`` in ``fetch.py``.
+  The run can be saved.
+- ``Running``: the random state is restored too, see ``restore_random`` in ``fetch.py``.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class Searched(Opened):
 
 @dataclass
 class Running(Opened):
-    """The run trains, and can be saved.
+    """The run trains.
 
     Args:
         agreed: about the components as they are now.
@@ -123,7 +124,8 @@ class Loaded:
 
     Args:
         running: the phase after this one.
-        restored: what the script may change before the fetch; None where nothing was loaded.
+        restored: what the script may change before the fetch; None after a fresh start, in a
+            framework's loop, and once it was restored again.
     """
 
     running: Running

@@ -1,9 +1,14 @@
-"""One save, in order, from the agreement of the ranks to the commit; docs/format.md says what of.
+"""One save, in order, from the agreement of the ranks to the commit; docs/format.md has the files.
 
-Every rank calls ``save`` at the same safe point. A synchronous save writes there, and any rank's
-failure aborts it on all of them. A save in the background only copies there, and what a job has
-left to do follows beside the training. Either way a failure removes the staging directory and
-leaves the previous checkpoint untouched.
+``DueSaves`` calls ``finish``, then ``save``, on every rank at the same safe point.
+
+- Synchronous: each rank writes and syncs its files, then rank 0 commits. An error of any rank is
+  raised on all ranks.
+- In the background: each rank only copies its state here; its thread writes the copy, without
+  collectives. Rank 0's thread waits for the part files of all ranks, commits, and deletes old
+  checkpoints, see ``saving/in_flight.py``. The next ``finish`` raises an error of it.
+
+A save that fails leaves the previous checkpoint untouched; rank 0 removes the staging directory.
 """
 
 from __future__ import annotations
@@ -36,17 +41,20 @@ JOURNAL = "journal"
 
 @collector_paused()
 def save(run: RunState, *, in_background: bool) -> None:
-    """Writes and commits a checkpoint, then lets the retention policy delete old ones. Collective.
+    """Makes a checkpoint; in the background it only copies the state. Collective.
 
     No save may be in flight, see ``finish``.
 
     Args:
         run: the run, at a safe point.
-        in_background: return when all is copied, and write beside the training; if the option
-            ``async_save`` allows it, and the memory.
+        in_background: return when the state is copied. The save is synchronous all the same with
+            ``async_save=False``, and with ``"auto"`` where the copy does not fit into memory.
 
     Raises:
-        UnsupportedValueError: a value cannot be stored; nothing was written.
+        RankDisagreementError: replicated state differs between ranks; nothing was written.
+        InexactError: ``strict=True``, and a part would not be restored exactly.
+        DivergenceError: a repeated step differs from the journal, and that ends the run.
+        UnsupportedValueError: a value cannot be stored; nothing was committed.
         InsufficientSpaceError: there is no room; nothing was written.
         SharedDirectoryError: a rank does not see what rank 0 has made.
         RankLostError: a rank has died, or does not answer.
@@ -59,12 +67,13 @@ def save(run: RunState, *, in_background: bool) -> None:
     running.agreed.replicas.check_before_save()
     draft = _draft(run)
     in_background = in_background and run.options.async_save is not False
-    run.in_flight.wait_for_deletion()
+    run.in_flight.wait_for_deletion()  # one thread at a time changes the store
     payloads = with_frozen(_payloads(run))
     threads = num_threads(running.num_ranks_here)
+    # Files of frozen tensors are compared with earlier ones, and linked where they are equal.
     with running.agreed.links.compared(draft.step, payloads, num_threads=threads):
         if in_background:
-            finish_comparing(payloads)
+            finish_comparing(payloads)  # only then is the size of the copy known
         demands = world.gather(run.in_flight.demand(payloads))
         in_background = in_background and run.in_flight.accepts(demands)
         name, staging = _stage(run, draft.step, demands, in_background=in_background)
@@ -94,7 +103,7 @@ def save(run: RunState, *, in_background: bool) -> None:
 
 
 def finish(run: RunState) -> None:
-    """Waits until the save in flight is durable. Collective.
+    """Waits until the save in flight is durable, and makes it the latest one. Collective.
 
     Raises:
         ResumekitError: it has failed, on whichever rank; nothing was committed.
@@ -127,7 +136,9 @@ def _add_late_components(run: RunState) -> None:
 
 
 def _draft(run: RunState) -> Manifest:
-    """The manifest, whose name and files are not known yet. Collective.
+    """The manifest, but for its revision and its files. Collective.
+
+    The ranks add up their counts, and the journal records the random state of the save.
 
     Its values are of this safe point: the run changes them while a job is in the background.
     """
@@ -228,7 +239,12 @@ def _files(run: RunState) -> list[Payload]:
 def _stage(
     run: RunState, step: int, demands: Sequence[Demand], *, in_background: bool
 ) -> tuple[StepName, Callable[[], Staging]]:
-    """Its name, and what looks for the staging: a rank may find that it does not see it."""
+    """Rank 0 checks the space and makes the staging directory. Collective.
+
+    Returns:
+        The checkpoint's name, and a function that gives the staging directory; where a rank does
+        not see the directory it raises SharedDirectoryError.
+    """
     directories = sorted({directory_of(component) for component in run.components})
     mine: list[Staging] = []
     store = run.running.store  # what looks for the staging outlives the run, and must not keep it
