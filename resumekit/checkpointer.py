@@ -57,7 +57,8 @@ class Checkpointer:
         data_parallel_group: the ranks that take different data, this one among them: a process
             group, a one-dimensional DeviceMesh, their global ranks, or a name in ``groups``. By
             default all ranks; ranks of one tensor-parallel group or pipeline take the same.
-        make_loop: of an adapter whose framework says when a step is complete.
+        make_loop: gives the ``Loop`` of this run; an adapter passes its subclass where the
+            framework knows when a step is complete.
         **options: see ``resumekit.run.options.Options``, and the table in docs/quickstart.md.
 
     Raises:

@@ -29,7 +29,8 @@ def replay(
     steps: Annotated[
         int | None,
         typer.Option(
-            min=1, help="How many after it; default: to the next checkpoint or the journal's end."
+            min=1,
+            help="How many after --from; default: to the next checkpoint or the journal's end.",
         ),
     ] = None,
     until_differs: Annotated[

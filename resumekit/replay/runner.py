@@ -1,4 +1,4 @@
-"""``replay``: repeats steps of a run in a scratch directory, and compares them with the run."""
+"""``replay``: repeats steps of a run by its own command, and compares them with the run."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Selection:
     """What is replayed.
 
     Args:
-        begin: the checkpoint.
+        begin: the checkpoint to repeat from.
         last_step: the last step.
         ends_run: whether the run ended there, so that the script ends by itself.
-        checkpoints: those of the run up to the last step, the newest of each step.
-        attempts: the journal of the run.
+        checkpoints: those after ``from_step``, up to the last step; the newest of each step.
+        attempts: the journal files of the run.
     """
 
     begin: StepReader
@@ -65,8 +65,9 @@ def select_steps(
     Args:
         directory: of the run.
         from_step: the newest checkpoint at or before this step is taken.
-        num_steps: after ``from_step``; None: up to the next checkpoint, or the journal's end.
-        to_journal_end: without ``num_steps``, pass by the checkpoints.
+        num_steps: the last step is ``from_step`` plus this; None: up to the next checkpoint after
+            ``from_step``, or the last recorded step.
+        to_journal_end: without ``num_steps``, do not end at the next checkpoint.
 
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.
@@ -136,23 +137,29 @@ def replay(
 ) -> ReplayResult:
     """Repeats steps of a run, and says whether they are what the run recorded.
 
-    The run directory is only read. The command runs with a scratch directory in its position that
-    has the checkpoint to begin from, and ends after the last step.
+    The command runs once, in the working directory. The Checkpointer of ``directory`` uses a scratch
+    directory instead, which begins with one checkpoint; that of another directory is not replayed.
+    An overlay over the working and the run directory takes all other writes there.
 
     Args:
         command: program and arguments, as the run was started.
         directory: of the run.
         from_step: the newest checkpoint at or before this step is taken.
-        num_steps: after ``from_step``; by default up to the next checkpoint or the journal's end.
-        until_differs: end after the first step that differs; by default at the journal's end.
+        num_steps: the last step is ``from_step`` plus this; None: up to the next checkpoint after
+            ``from_step``, or the last recorded step.
+        until_differs: end after the first step that differs. Without ``num_steps``, later
+            checkpoints are compared and do not end the replay.
         keep: an absent or empty directory that becomes the scratch directory and stays.
-        allow_writes: run the command even where its other files cannot be kept apart.
+        allow_writes: where the kernel allows no overlay, run without one, and list the files that
+            have changed.
         on_event: called with one line about what happens.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint at or before the step.
         ConfigurationError: an argument is wrong; or the kernel allows no overlay.
-        ReplayError: the command failed, or did not use the run directory.
+        CheckpointError: a checkpoint is damaged.
+        ReplayError: the command failed before the last step and nothing differs, or it did not use
+            the run directory.
     """
     _require_program(command)
     chosen = select_steps(directory, from_step, num_steps, to_journal_end=until_differs)

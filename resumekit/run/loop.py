@@ -102,6 +102,9 @@ class Loop:
     ) -> None:
         """Has what the loop uses found when the run resumes, see ``Discovery``.
 
+        For an adapter whose framework has no list of these objects. ``step()`` is optional then:
+        ``steps_taken`` counts the steps of the optimizers.
+
         Args:
             owner: the Checkpointer.
             given: what was passed, by slot.
@@ -187,7 +190,7 @@ class Loop:
         self._stop_reason = None
         self.release()
 
-    # ---------------------------------------------------------------- what an adapter overrides
+    # ---------------------------------------------------------------- what an adapter may override
 
     def begin_iteration(self) -> None:
         """The loop that leads has been given a batch."""
@@ -207,6 +210,12 @@ class Loop:
             self._count_step({})
         if self.steps_taken is not None and (self.stepped or not self.in_step):
             self.steps_taken.forget()  # the iteration's further steps, or those of a resume
+
+    def may_save(self) -> bool:
+        """Whether this is no accumulation window, or one whose gradients can be saved."""
+        return self.stepped or self.run.options.saves_gradients
+
+    # ---------------------------------------------------------------- steps without step()
 
     @property
     def _has_uncounted_step(self) -> bool:
@@ -523,10 +532,6 @@ class Loop:
         if self._main is not None:
             return self._main.epoch, self._main.batch
         return self._epoch, self._num_used
-
-    def may_save(self) -> bool:
-        """Whether this is no accumulation window, or one whose gradients can be saved."""
-        return self.stepped or self.run.options.saves_gradients
 
     def _record_step(self, values: Mapping[str, Any]) -> None:
         """Records the step that was just counted, in the journal and in a trace."""

@@ -338,7 +338,10 @@ class RunState:
 
 
 class Replay:
-    """What a run does otherwise while it is replayed.
+    """What a run does otherwise under ``resumekit replay``.
+
+    It uses the scratch directory, resumes from the only checkpoint there, saves after the steps of
+    the plan and at no other time, and ends the process after the last step.
 
     Args:
         plan: which steps.
@@ -361,11 +364,11 @@ class Replay:
 
     @staticmethod
     def options(options: Options) -> Options:
-        """The options of the run, of which the replay begins anywhere and keeps each checkpoint."""
+        """The options of the run, but for what it begins from and which checkpoints it keeps."""
         return replace(options, resume_from=None, keep_latest=None)
 
     def note(self, header: Header, record: Record) -> None:
-        """Takes a record of the journal."""
+        """Compares a record that was just written with the journal of the run that is replayed."""
         if not self._plan.until_differs:
             return
         if self._comparison is None:
@@ -374,7 +377,7 @@ class Replay:
         self._comparison.add(record)
 
     def saves_after(self, step: int) -> bool:
-        """Whether the run has a checkpoint of this step, to compare with."""
+        """Whether this step is saved: the run has a checkpoint of it, to compare with."""
         return step in self._plan.saved_steps
 
     def ends_after(self, step: int, world: World) -> bool:
@@ -389,7 +392,7 @@ class Replay:
 
     @staticmethod
     def end_process() -> NoReturn:
-        """Ends this process as after a signal, but with success."""
+        """Ends this process with exit status 0; ``finally`` blocks and exit handlers run."""
         # After the framework's own clean-up. Gloo's threads abort a process that ends with a
         # process group: "terminate called without an active exception", torch 2.13.
         atexit.register(_destroy_process_groups)
