@@ -265,7 +265,7 @@ class Checkpointer:
         self._loop.save()
 
     def wait(self) -> None:
-        """Returns when every save that was made is durable, on every rank. Collective.
+        """Waits until every save that was made is durable, on every rank. Collective.
 
         A save that is due is made at the next safe point, and not waited for.
 

@@ -281,7 +281,7 @@ class World:
         *,
         remedy: str = "Give every rank the same arguments",
     ) -> None:
-        """Returns when all ranks give the same values. Collective.
+        """Raises RankDisagreementError unless all ranks give the same values. Collective.
 
         Args:
             what: what they are, for the error.

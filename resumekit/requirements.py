@@ -45,7 +45,7 @@ _RELEASE = re.compile(r"(?:\d+!)?(\d+(?:\.\d+)*)")
 
 
 def require(framework: str) -> None:
-    """Returns when the framework is installed in a version that its adapter works with.
+    """Raises MissingDependencyError unless the framework is there, in a version that works.
 
     The framework is not imported: an error inside it stays its own.
 

@@ -23,7 +23,9 @@ KEY = f"{Slot.CALLBACKS.value}/loaders"
 def check_prepared(
     loader: Any, name: str | None, *, prepared: Collection[Any], warns: bool
 ) -> None:
-    """Returns when a loop can draw from this loader; warns where it was not prepared.
+    """Raises ConfigurationError unless a loop can draw from this loader.
+
+    Warns where the loader was not prepared.
 
     Args:
         loader: a loader, or a dict of loaders.

@@ -213,7 +213,7 @@ class ResumeCallback(Callback):
 
 
 def check(trainer: Any, module: Any) -> None:
-    """Returns when a fit with these settings can be resumed exactly.
+    """Raises ConfigurationError unless a fit with these settings can be resumed exactly.
 
     Raises:
         ConfigurationError: names the setting that is not supported.
@@ -244,7 +244,7 @@ def check(trainer: Any, module: Any) -> None:
 
 
 def check_path(path: Any) -> None:
-    """Returns when Lightning restores no checkpoint itself.
+    """Raises ConfigurationError where Lightning restores a checkpoint itself.
 
     Raises:
         ConfigurationError: it does.

@@ -34,7 +34,7 @@ _REFUSED_OPTIMIZERS = {
 
 
 def check_arguments(args: Any) -> None:
-    """Returns when a run with these ``TrainingArguments`` can be resumed exactly.
+    """Raises ConfigurationError unless a run with these arguments can be resumed exactly.
 
     Raises:
         ConfigurationError: names the setting that cannot be resumed exactly.
@@ -55,7 +55,7 @@ def check_arguments(args: Any) -> None:
 
 
 def check_best_at_end(trainer: Any, *, reports: bool) -> None:
-    """Returns when ``load_best_model_at_end`` is off, or the Trainer can load the best model.
+    """Raises ConfigurationError unless the Trainer can load the best model, if it is to.
 
     Args:
         trainer: the ``transformers.Trainer``.
@@ -213,7 +213,7 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 def check_resume_argument(resume_from_checkpoint: Any, directory: Path, args: Any) -> None:
-    """Returns when ``train(resume_from_checkpoint=...)`` asks for what ``train()`` does anyway.
+    """Raises ConfigurationError unless ``resume_from_checkpoint`` is what ``train()`` does anyway.
 
     True means the run directory, which may have no checkpoint yet. So do the word "true", which a
     script has from its command line, and the path of the run directory. Scripts that call

@@ -13,7 +13,7 @@ from resumekit.storage.store import Store
 def replace_checkpoint(
     argument: str, path: Any, step: int | None, directory: Path, *, logs: bool
 ) -> None:
-    """Returns when the run directory is to be used instead of a checkpoint.
+    """Raises ConfigurationError unless the run directory is to be used instead of a checkpoint.
 
     It is when it has the same or a later step, or when its journal shows that this run came to the
     checkpoint's step itself: the script saved it after the last save here, and then died.

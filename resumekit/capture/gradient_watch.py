@@ -84,7 +84,7 @@ class GradientProbe:
         return bool(self._cleared)
 
     def inherit_zeros(self) -> None:
-        """Restores that the steps before the checkpoint cleared the tensor and kept it."""
+        """Takes over from the checkpoint that steps cleared the gradient and kept its tensor."""
         self.has_found_tensor = self._cleared = True
 
     def remove(self) -> None:

@@ -341,7 +341,7 @@ def gradient_keys(keys: Iterable[str]) -> frozenset[str]:
 
 
 def require_gradients(components: Iterable[StateComponent]) -> None:
-    """Returns when the gradients of an open accumulation window can be saved.
+    """Raises ConfigurationError unless the gradients of an open accumulation window can be saved.
 
     Raises:
         ConfigurationError: a model keeps its gradients where they cannot be found.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def require_file_path(file: Path, *, without: Iterable[Path]) -> None:
-    """Returns when a file can be written there, as far as that is known before it is made.
+    """Raises ConfigurationError where a file cannot be written, as far as that is known now.
 
     Args:
         file: the file.

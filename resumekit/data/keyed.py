@@ -85,7 +85,7 @@ class RunSeed(ComponentState):
 
 
 def check_randomness(saved: Collection[str], randomness: str) -> None:
-    """Returns when a checkpoint was written in this mode.
+    """Raises DriftError unless a checkpoint was written in this mode.
 
     Args:
         saved: the keys of its components.

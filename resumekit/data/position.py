@@ -266,7 +266,7 @@ class DataPosition(BeforeSave):
         self._in_checkpoint = frozenset(state)
 
     def require_known(self, names: Sequence[str]) -> None:
-        """Returns when the checkpoint, if there was one, holds a position of these loaders.
+        """Raises DataPositionError unless a checkpoint has a position of these loaders.
 
         Raises:
             DataPositionError: it holds those of others only.
@@ -359,7 +359,7 @@ _USED_FIELDS = frozenset({"since", "replica", "num_replicas", "in_a_row", "diges
 
 
 def _require_position(state: Any, where: str) -> None:
-    """Returns when a saved position has all fields of its kind of loader.
+    """Raises StateMismatchError unless a saved position has all fields of its kind of loader.
 
     Args:
         state: of one loader.

@@ -72,7 +72,7 @@ def accelerator_components(
 
 
 def require_supported(accelerator: Any) -> None:
-    """Returns when a model that is distributed in this way can be saved and resumed.
+    """Raises ConfigurationError unless a model that is distributed so can be saved.
 
     Raises:
         ConfigurationError: it cannot; names the way.

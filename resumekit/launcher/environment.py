@@ -63,7 +63,7 @@ def prepared_environment(
 
 
 def refuse_launched(environment: Mapping[str, str], command: str) -> None:
-    """Returns when no launcher has started this process, or that of a replay alone.
+    """Raises ConfigurationError where a launcher has started this process, unless for a replay.
 
     Args:
         environment: of this process.

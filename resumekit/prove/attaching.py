@@ -104,7 +104,7 @@ def has_checkpoint(run: Path) -> bool:
 
 
 def require_trainer(private: Path, command: str, on_event: Callable[[str], None]) -> None:
-    """Returns when a Trainer was imported before the first step of a launch.
+    """Raises ProveError unless a Trainer was imported before the first step of a launch.
 
     Args:
         private: of the launch.
@@ -121,7 +121,7 @@ def require_trainer(private: Path, command: str, on_event: Callable[[str], None]
 def require_attached(
     privates: Sequence[Path], command: str, on_event: Callable[[str], None]
 ) -> None:
-    """Returns when a callback was attached to a Trainer of some launch.
+    """Raises ProveError unless a callback was attached to a Trainer of some launch.
 
     Args:
         privates: of all launches.
@@ -136,7 +136,7 @@ def require_attached(
 
 
 def require_save(attempts: Sequence[TracedProcess], command: str) -> None:
-    """Returns when something was saved before the last kill.
+    """Raises ProveError unless something was saved before the last kill.
 
     Args:
         attempts: what the killed launches traced.
@@ -171,7 +171,7 @@ def _nothing_attached(
 
 
 def require_stock(attempts: Sequence[TracedProcess], command: str) -> None:
-    """Returns when the uninterrupted run does not use resumekit.
+    """Raises ProveError where the uninterrupted run uses resumekit.
 
     Args:
         attempts: what the run itself traced.

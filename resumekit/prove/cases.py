@@ -50,7 +50,7 @@ class History:
         return self._steps_with.get((is_step, component, leaf, text), [])
 
     def expected(self, moment: Moment) -> Moment | None:
-        """The moment of the reference that one of another run must be equal to."""
+        """The moment of the reference run that this one is compared with; None if there is none."""
         if moment.kind == RESTORED:
             return self._before(moment)
         found = self.moments.get(moment.key)

@@ -236,7 +236,7 @@ class LateCopies:
         return bool(self._waiting) and self._waiting[0][0] <= step
 
     def wait(self) -> None:
-        """Returns when all have arrived."""
+        """Waits until all have arrived."""
         if self._waiting:
             self._waiting[-1][2].synchronize()
 

@@ -235,7 +235,7 @@ class Replicas:
         ]
 
     def check_before_save(self) -> None:
-        """Returns when every rank holds the same state. Collective.
+        """Raises RankDisagreementError unless every rank holds the same state. Collective.
 
         Raises:
             RankDisagreementError: on every rank; it names the component, the first tensor that

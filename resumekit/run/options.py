@@ -419,7 +419,7 @@ def checked_names(name: str, given: Any) -> Mapping[str, Any]:
 
 
 def check_components(components: Any) -> None:
-    """Returns when the components are a function, or nothing but components.
+    """Raises ConfigurationError unless the components are a function, or nothing but components.
 
     Raises:
         ConfigurationError: they are not; names the first that is none.

@@ -51,7 +51,7 @@ class RandomState(ComponentState):
         return {**self._rng.state_dict(), **at_epoch}
 
     def check_state_dict(self, state: Any) -> None:
-        """Returns when ``state`` can be loaded; changes nothing.
+        """Raises StateMismatchError unless ``state`` can be loaded; changes nothing.
 
         Raises:
             StateMismatchError: it is that of other generators.

@@ -74,7 +74,7 @@ def launcher_of(command: Sequence[str]) -> Launcher | None:
 def check_command(
     command: Sequence[str], environment: Mapping[str, str], *, max_restarts: int
 ) -> None:
-    """Returns when the command can be supervised.
+    """Raises ConfigurationError unless the command can be supervised.
 
     Args:
         command: program and arguments.

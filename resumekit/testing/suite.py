@@ -256,7 +256,7 @@ def _id(name: str, value: Any) -> str:
 
 
 def _check_declared(suite: type[ConformanceSuite]) -> None:
-    """Returns when every test of the suite has something to test.
+    """Raises ConfigurationError unless every test of the suite has something to test.
 
     Raises:
         ConfigurationError: a required attribute is missing or empty, an epoch has no room for the

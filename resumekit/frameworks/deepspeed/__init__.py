@@ -143,7 +143,7 @@ def _autocast_scaler(engine: Any) -> Any:
 
 
 def require_resumable(engine: Any, *, name: str = "engine") -> None:
-    """Returns when all of the engine's state can be saved and loaded.
+    """Raises ConfigurationError unless all of the engine's state can be saved and loaded.
 
     Args:
         engine: what ``deepspeed.initialize`` returns first.

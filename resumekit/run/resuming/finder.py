@@ -134,7 +134,7 @@ class Renames:
         return tuple(dict.fromkeys(f"parameter names: {each}" for each in self._found.values()))
 
     def of(self, component: StateComponent, state: Any) -> Any:
-        """A saved state with live names; models before what belongs to them.
+        """A saved state with the names of the live objects. A model comes before its optimizer.
 
         Args:
             component: of this run.
