@@ -137,8 +137,8 @@ def replay(
 ) -> ReplayResult:
     """Repeats steps of a run, and says whether they are what the run recorded.
 
-    The command runs once, in the working directory. The Checkpointer of ``directory`` uses a scratch
-    directory instead, which begins with one checkpoint; that of another directory is not replayed.
+    The command runs once, in the working directory. The Checkpointer of ``directory`` uses a
+    scratch directory instead, which begins with one checkpoint; no other Checkpointer is replayed.
     An overlay over the working and the run directory takes all other writes there.
 
     Args:

@@ -239,7 +239,7 @@ class Loading:
         return tuple(dict.fromkeys(notes))
 
     def _require_taken(self) -> None:
-        """Raises StateMismatchError where a saved tensor of a pipeline is in no stage of this run."""
+        """Raises StateMismatchError where a saved tensor of a pipeline is in no stage here."""
         every = self.world.gather(self.found.left)
         for key, left in self.found.left.items():
             nobody = sorted(left.intersection(*(each.get(key, frozenset()) for each in every)))
