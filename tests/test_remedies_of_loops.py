@@ -383,7 +383,7 @@ def test_the_first_checkpointer_of_a_process_is_closed(tmp_path: Path, remedy: R
 @pytest.mark.remedy("Wait for it, stop it, or give this job another directory")
 def test_another_job_in_the_directory_is_stopped(tmp_path: Path, remedy: Remedy) -> None:
     code = (
-        "import sys, pathlib, resumekit.storage as storage;"
+        "import sys, pathlib, resumekit.storage.store as storage;"
         "store = storage.Store(pathlib.Path(sys.argv[1])); store.acquire();"
         "print('x', flush=True); input()"
     )
