@@ -71,7 +71,7 @@ def select_steps(
 
     Raises:
         CheckpointNotFoundError: there is no such checkpoint.
-        ConfigurationError: there is nothing to compare with.
+        ConfigurationError: the last step is not after the checkpoint to begin from.
     """
     readers = _newest_of_each_step(directory)
     before = [each for each in readers if each.name.step <= from_step]
@@ -138,8 +138,12 @@ def replay(
     """Repeats steps of a run, and says whether they are what the run recorded.
 
     The command runs once, in the working directory. The Checkpointer of ``directory`` uses a
-    scratch directory instead, which begins with one checkpoint; no other Checkpointer is replayed.
-    An overlay over the working and the run directory takes all other writes there.
+    scratch directory instead, which begins with one checkpoint; one of another directory runs as in
+    any launch. Other writes below the working and the run directory go to an overlay, which is
+    removed at the end. The network is not blocked: variables switch off known trackers and the Hub.
+
+    A command that ends earlier with status 0 is no error: the steps that were done are compared,
+    and the notes of the result say how many are missing.
 
     Args:
         command: program and arguments, as the run was started.
@@ -157,7 +161,7 @@ def replay(
     Raises:
         CheckpointNotFoundError: there is no checkpoint at or before the step.
         ConfigurationError: an argument is wrong; or the kernel allows no overlay.
-        CheckpointError: a checkpoint is damaged.
+        CheckpointError: a checkpoint that is compared is damaged.
         ReplayError: the command failed before the last step and nothing differs, or it did not use
             the run directory.
     """

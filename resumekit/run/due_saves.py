@@ -1,9 +1,10 @@
 """Which saves are made at a safe point: those that are due, and the last one before leaving.
 
-``Loop.pass_safe_point`` asks, before the next batch. A signal is only recorded when it arrives. The
-ranks exchange it at the next step boundary, and leave there in one process, one boundary later with
-several ranks: ``make_before_leaving``, then ``Preempted`` on every rank. A run that ends first ends
-as usual.
+``Loop.pass_safe_point`` asks, before the next batch of the loop that leads. A signal is only
+recorded when it arrives. The ranks exchange it at the next safe point that may save: a step
+boundary, or with ``mid_accumulation="gradients"`` any batch. They leave there in one process, one
+such point later with several ranks: ``make_before_leaving``, then ``Preempted``, a SystemExit, on
+every rank. A run that ends first ends as usual, and the signal has no effect.
 
 Every decision is the same on all ranks: it depends on what the ranks have agreed on, never on how
 far this rank's background thread is.
@@ -69,7 +70,9 @@ class LeaveSignals:
         return time.monotonic() - self._received_at if self.received else 0.0
 
     def install(self) -> list[str]:
-        """Takes the signals that no other code handles. Called when the first loop begins.
+        """Takes the signals that no other code handles.
+
+        Called when the first loop begins, after the restore.
 
         Returns:
             The names of those that stay with other code; off the main thread, all. One that the
@@ -369,12 +372,15 @@ class DueSaves:
         """Makes the last save, which is synchronous. Collective.
 
         Without a save in flight it is always made, whatever ``grace_seconds`` is. A save in flight
-        is completed first, however long that takes. Then this safe point is saved, unless that save
-        was of it, or the slowest of the last background saves took longer than what is left of the
-        grace.
+        is completed first, however long that takes. If it has failed, this safe point is saved in
+        any case; else unless that save was of it, or on some rank the slowest of the last
+        background saves took longer than what is left of the grace.
 
         Returns:
             The optimizer step of the newest checkpoint; None if there is none.
+
+        Raises:
+            SaveError: the last save has failed, and ``on_save_error="raise"``.
         """
         self.is_ending = True
         run, now = self._run, self._run.counters.progress

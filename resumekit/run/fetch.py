@@ -1,14 +1,18 @@
 """What happens when a loader begins an epoch; at the first one of a launch the resume ends.
 
-A fetch inside an epoch is ``Batches.__next__`` in ``loops.py`` alone. The first ``begin``:
+``Batches.__next__`` in ``loops.py`` calls ``enter_loop`` at the first fetch of a loop, then passes
+the safe point, and calls ``begin`` for each epoch; other fetches call nothing here. The first
+``begin``:
 
 1. ``restore_again``: what the script has changed since the loop began is restored again.
 2. The loader takes its position, and the RNG state is set: inside an epoch in this order; where an
    epoch starts the RNG state comes first, because the loader draws from it.
 3. States that are ``AfterRng`` are set, and the run is ``Running``.
+4. ``Batches`` gives the loop's variables back, then fetches the batch.
 
-Where the checkpoint was made between two epochs, ``Loop.open_epoch`` does 1 and 3 and sets the RNG
-state before it gives the number of the epoch.
+In a loop over ``epochs()``, where the checkpoint was made between two epochs, ``Loop.open_epoch``
+does 1 and 3 and sets the RNG state before it gives the number of the epoch. The loader still takes
+its position in its own first ``begin``.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from resumekit.state import AfterRng, states_of
 def enter_loop(run: RunState, owner: Any, feed: Feed) -> None:
     """A loop asks for its first batch, before ``begin``. Collective.
 
-    Until the first batch of a launch, the user state as it is now is the baseline of the changes.
+    Until the first batch of a launch, what is new in the user state joins the baseline of changes.
     """
     run.owned.follow(feed, streams=False)
     run.variables.enter(owner)
@@ -74,7 +78,10 @@ def restore_again(run: RunState) -> None:
 
 
 def restore_random(run: RunState) -> None:
-    """Sets the RNG state and the states that are ``AfterRng``; the first call ends the resume."""
+    """Sets the RNG state and the states that are ``AfterRng``, where they wait to be set.
+
+    Called whenever an epoch begins; the first call ends the resume.
+    """
     for message in run.rng.restore():
         run.reporter.log(message)
     for each in states_of(run.components, AfterRng):
@@ -86,6 +93,6 @@ def restore_random(run: RunState) -> None:
 
 
 def finish_again(run: RunState) -> None:
-    """Ends the resume of a run that has finished: no loader begins, so none is moved."""
+    """Ends the resume of a run that has finished, as its loop is entered; no loader is moved."""
     restore_random(run)
     run.trace_state("end")

@@ -1,16 +1,18 @@
 """One resume, in order: find the newest valid checkpoint, then load it into the live objects.
 
-A user's loop calls ``enter`` and then ``accept_horizon``; a framework's loop ``find``,
-``accept_horizon`` and then ``resume``. What is restored, and when:
+Entering the user's outermost loop calls ``enter``, then ``accept_horizon``; ``resume`` may have
+been called before. An adapter for a framework's loop calls ``find``, ``accept_horizon``,
+``resume``, and its loops ``enter`` alone. What is restored, and when:
 
 1. ``find``: the progress.
 2. ``resume``: models, optimizers and the other components.
-3. The first fetch, see ``fetch.py``: the data position, the RNG state, and states that are
-   ``AfterRng``, such as gradients.
-4. Before the first batch is given: the loop's variables, see ``LoopVariables.hand_out``.
+3. A loader begins, see ``fetch.py``: its position, the RNG state, and states that are
+   ``AfterRng``, such as gradients. Where ``epochs()`` gives a new epoch, all but the position come
+   with it; where the run has finished, as the loop is entered.
+4. Before the first batch is given, or with the number of ``epochs()``: the loop's variables.
 
-Every check of the checkpoint passes on every rank before a live object changes. The comparison of
-the replicas and, in a user's loop, that of the horizon follow the load.
+Every check of what ``resume`` loads passes on every rank before a live object changes. Replicas,
+the horizon of a user's loop, the loader's position and the variables are checked later.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ def find(run: RunState, *, up_to: Callable[[str], int | None] | None = None) -> 
 
     Raises:
         ResumekitError: the directory cannot be used, or holds checkpoints and none that is valid;
-            the ranks have different options. Nothing was changed.
+            the ranks have different options. No live object was changed.
     """
     if run.phase is None:
         run.phase = searched = _search(run, up_to)
@@ -104,7 +106,8 @@ def resume(run: RunState, asked: Mapping[str, Any] = _NOTHING) -> ResumeReport:
 
     Raises:
         StateMismatchError: the checkpoint does not fit the live objects; nothing was changed.
-        DriftError: settings that may not change have changed; nothing was changed.
+        DriftError: what the learning rate was planned for has changed; nothing was changed. Other
+            changed settings are only logged.
         UnsupportedValueError: on a fresh start, a value that a save could not store.
         IncompleteLoadError: the checkpoint has changed during the load; the process has to end.
         RankDisagreementError: ranks have other components; or, after the load, other replicas.
@@ -194,8 +197,8 @@ def _causes(run: RunState, found: Found, asked: Mapping[str, Any]) -> list[str]:
 def enter(run: RunState, horizon: Mapping[str, int], loader: Any) -> None:
     """Resumes as a loop begins; a later loop of the launch changes nothing. Collective.
 
-    What the script has changed until now is kept. What it changes from here to the first fetch is
-    undone there, except after a fresh start and in a framework's loop.
+    What the script has changed since an earlier ``resume`` is kept. What it changes from here to
+    the first fetch is undone there, except after a fresh start and in a framework's loop.
 
     Args:
         run: the run.

@@ -120,7 +120,7 @@ class Running(Opened):
 
 @dataclass
 class Loaded:
-    """The live objects are restored; the data position and the RNG state wait for the first fetch.
+    """The live objects are restored; what is set at the first fetch waits, see ``resume.py``.
 
     Args:
         running: the phase after this one.
@@ -341,7 +341,7 @@ class Replay:
     """What a run does otherwise under ``resumekit replay``.
 
     It uses the scratch directory, resumes from the only checkpoint there, saves after the steps of
-    the plan and at no other time, and ends the process after the last step.
+    the plan, or where a signal asks it to leave, and ends the process after the last step.
 
     Args:
         plan: which steps.

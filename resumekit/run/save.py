@@ -2,13 +2,14 @@
 
 ``DueSaves`` calls ``finish``, then ``save``, on every rank at the same safe point.
 
-- Synchronous: each rank writes and syncs its files, then rank 0 commits. An error of any rank is
-  raised on all ranks.
-- In the background: each rank only copies its state here; its thread writes the copy, without
-  collectives. Rank 0's thread waits for the part files of all ranks, commits, and deletes old
-  checkpoints, see ``saving/in_flight.py``. The next ``finish`` raises an error of it.
+- Synchronous: each rank writes and syncs its files, then rank 0 commits.
+- In the background: all checks, the staging directory, links and a copy of the state are made here,
+  and their errors are raised here. Each rank's thread writes the copy, without collectives. Rank
+  0's thread waits for the part files of all ranks, at most the agreement's timeout, commits, and
+  deletes old checkpoints, see ``saving/in_flight.py``. The next ``finish`` raises its error.
 
-A save that fails leaves the previous checkpoint untouched; rank 0 removes the staging directory.
+A save that fails leaves the previous checkpoint untouched; rank 0 removes the staging directory as
+far as it can, and the next save or attempt the rest.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ JOURNAL = "journal"
 
 @collector_paused()
 def save(run: RunState, *, in_background: bool) -> None:
-    """Makes a checkpoint; in the background it only copies the state. Collective.
+    """Makes a checkpoint; in the background a copy of the state, see above. Collective.
 
     No save may be in flight, see ``finish``.
 
@@ -51,15 +52,18 @@ def save(run: RunState, *, in_background: bool) -> None:
             ``async_save=False``, and with ``"auto"`` where the copy does not fit into memory.
 
     Raises:
-        RankDisagreementError: replicated state differs between ranks; nothing was written.
+        RankDisagreementError: ranks differ in replicated state, components or shards; no file was
+            written.
         InexactError: ``strict=True``, and a part would not be restored exactly.
-        DivergenceError: a repeated step differs from the journal, and that ends the run.
+        DivergenceError: a repeated step differs from the journal, and ``on_divergence="raise"``.
         UnsupportedValueError: a value cannot be stored; nothing was committed.
         InsufficientSpaceError: there is no room; nothing was written.
         SharedDirectoryError: a rank does not see what rank 0 has made.
         RankLostError: a rank has died, or does not answer.
-        SaveError: writing failed; nothing was committed.
-        OwnershipLostError: another attempt owns the directory now.
+        RankFailedError: with several ranks, an unexpected error on one, e.g. in a ``state_dict()``.
+        SaveError: writing failed. Nothing was committed; if only the last sync failed, the
+            checkpoint is there, and a power cut may take it.
+        OwnershipLostError: another attempt owns the directory now; the checkpoint may be there.
     """
     _add_late_components(run)
     _before_save(run)
@@ -103,10 +107,10 @@ def save(run: RunState, *, in_background: bool) -> None:
 
 
 def finish(run: RunState) -> None:
-    """Waits until the save in flight is durable, and makes it the latest one. Collective.
+    """Waits until the save in flight is durable, and notes it as the next one's parent. Collective.
 
     Raises:
-        ResumekitError: it has failed, on whichever rank; nothing was committed.
+        ResumekitError: it has failed, on whichever rank; the previous checkpoint is untouched.
     """
     saved = run.in_flight.finish()
     if saved is not None:
