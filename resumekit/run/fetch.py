@@ -46,8 +46,7 @@ def begin(run: RunState, feed: Feed, epoch: int) -> None:
         DataPositionError: the loader cannot be moved to its position.
         StateMismatchError, IncompleteLoadError: as of ``restore_again``.
     """
-    buckets = states_of(run.components, GradientBuckets)
-    if any(each.requires_equal_batches for each in buckets):
+    if any(each.requires_equal_batches for each in states_of(run.components, GradientBuckets)):
         run.world.require_equal(
             "batches of an epoch:",
             {feed.name: feed.num_batches},

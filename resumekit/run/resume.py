@@ -45,6 +45,7 @@ from resumekit.run.resuming.state_origins import StateOrigins
 from resumekit.run.run import Agreed, Loaded, Running, RunState, Searched
 from resumekit.state import Slot
 from resumekit.storage.manifest import holds_only_weights, lineage_of
+from resumekit.storage.store import Store
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -69,17 +70,21 @@ def find(run: RunState, *, up_to: Callable[[str], int | None] | None = None) -> 
             the ranks have different options. No live object was changed.
     """
     if run.phase is None:
-        run.phase = searched = _search(run, up_to)
+        run.world.require_equal("options", run.options.as_plain())
+        store = open_store(run.directory, run.world)
+        try:
+            run.phase = searched = _search(run, store, up_to)
+        except BaseException:
+            store.release()  # no phase has it, so no close() would
+            raise
         progress = searched.found and searched.found.states.get(Slot.PROGRESS.value)
         if progress:
             run.counters.load_state_dict(progress)
     return isinstance(run.phase, Searched) and run.phase.found is not None
 
 
-def _search(run: RunState, up_to: Callable[[str], int | None] | None) -> Searched:
+def _search(run: RunState, store: Store, up_to: Callable[[str], int | None] | None) -> Searched:
     world, options = run.world, run.options
-    world.require_equal("options", options.as_plain())
-    store = open_store(run.directory, world)
     left_out = frozenset(options.exclude) | injected_components()
     data_ranks = agreed_data_ranks(world, run.data_parallel_group, run.groups)
     known = () if callable(run.given) else run.components

@@ -66,8 +66,9 @@ def save(run: RunState, *, in_background: bool) -> None:
         OwnershipLostError: another attempt owns the directory now; the checkpoint may be there.
     """
     _add_late_components(run)
-    _before_save(run)
     running, world = run.running, run.world
+    for each in states_of(run.components, BeforeSave):
+        world.everywhere(each.before_save)
     running.agreed.replicas.check_before_save()
     draft = _draft(run)
     in_background = in_background and run.options.async_save is not False
@@ -117,17 +118,6 @@ def finish(run: RunState) -> None:
         _committed(run, saved.name, saved.files)
         if run.trace is not None:
             run.trace.durable(saved.name.step)
-
-
-def _before_save(run: RunState) -> None:
-    states = states_of(run.components, BeforeSave)
-
-    def prepare() -> None:
-        for each in states:
-            each.before_save()
-
-    if states:
-        run.world.everywhere(prepare)
 
 
 def _add_late_components(run: RunState) -> None:
