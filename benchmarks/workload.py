@@ -125,6 +125,7 @@ class SavingRun:
             optimizer=training.optimizer,
             save_every=None,
             leave_on=(),
+            exclude={"variables"},  # a load is measured in another function than a save
             **options,
         )
         loader = DataLoader(Tokens(), batch_size=1)
