@@ -494,7 +494,7 @@ class ExistingObjects:
     the loop gives them. Within one process the second epoch shows it. A process that resumes at the
     start of an epoch sees one loader only, and looks at what existed before: otherwise a generator
     that the loop has seeded for this epoch would get its state of the former one. Without it three
-    tests of such loops fail: ``rebuilt*`` in tests/test_loaders.py. A walk from the script's
+    tests of such loops fail: ``rebuilt*`` in tests/data/test_loaders.py. A walk from the script's
     variables does not do: it takes a loader that a cache holds for a new one, whose generators
     would not be restored (``loader_of_a_cache`` there).
     """

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+SHARED = Path(__file__).parents[1] / "shared"
 CONFTEST = """
 import sys
 
@@ -42,7 +43,7 @@ class TestMatrix:
 
 def collect(folder: Path, patterns: str, *, only: str = "") -> subprocess.CompletedProcess[str]:
     """What a plain run of two tests with these names of cells collects."""
-    (folder / "conftest.py").write_text(CONFTEST.format(folder=str(Path(__file__).parent)))
+    (folder / "conftest.py").write_text(CONFTEST.format(folder=str(SHARED)))
     (folder / "test_cells.py").write_text(CELLS.format(patterns=patterns))
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "not full"]
     return subprocess.run(

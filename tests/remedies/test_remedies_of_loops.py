@@ -31,7 +31,7 @@ from resumekit.storage.io.file_system import Free, LocalFileSystem
 if TYPE_CHECKING:
     from followed_remedies import Remedy
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Parts:

@@ -1,6 +1,6 @@
 """The remedies in messages: each name in them exists, and a test follows each that it can.
 
-``python tests/test_remedies.py`` prints every remedy of the sources with its file and line.
+Run as a script it prints every remedy of the sources with its file and line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import typer.main
 
 from resumekit.cli.commands import app
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 HOLE = "{}"  # for a value that is inserted
 
 

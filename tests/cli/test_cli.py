@@ -18,7 +18,7 @@ from resumekit.storage.directories import StepName
 from resumekit.storage.manifest import ComponentRecord, Manifest
 from resumekit.storage.store import Store
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 Command = Callable[..., tuple[int, str, str]]
 

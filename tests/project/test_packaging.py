@@ -16,7 +16,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib  # pytest depends on it there
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 REQUIREMENT = re.compile(r"^[A-Za-z0-9._-]+")
 INSTALL_AND_TEST = 'pip install -c constraints.txt -e ".[dev,all]" && nox'

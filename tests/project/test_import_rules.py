@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from structure import modules_of
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "resumekit"
 ADAPTERS = ROOT / "adapters"
 

@@ -28,7 +28,7 @@ from resumekit.storage.directories import TRAININGS
 if TYPE_CHECKING:
     from followed_remedies import Remedy
 
-TINY = Path(__file__).parent / "prove" / "scripts" / "tiny_job.py"
+TINY = Path(__file__).parents[1] / "prove" / "scripts" / "tiny_job.py"
 
 SCRIPT = """
 import torch
@@ -257,7 +257,7 @@ def test_a_loop_gets_the_lines_of_the_quickstart(
     script.write_text(f"{LOOP}for batch in 3 * [*loader]:\n    train_on(batch)\n")
     words = ["prove", "--with-resumekit", "--kills", 1, "--", sys.executable, script, "{dir}"]
     text = remedy.in_text(command(*words))
-    page = Path(__file__).parents[1] / re.findall(r"docs/\S+", text)[0]
+    page = Path(__file__).parents[2] / re.findall(r"docs/\S+", text)[0]
     lines = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[0]
     lines = lines.replace('"runs/a"', "sys.argv[1]").replace("save_every=500", "save_every=4")
     script.write_text(f"{LOOP}{lines}")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+SHARED = Path(__file__).parents[1] / "shared"
 CONFTEST = """
 import sys
 
@@ -18,7 +19,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def test_files_with_the_same_imports_are_run_by_one_worker(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text(CONFTEST.format(folder=str(Path(__file__).parent)))
+    (tmp_path / "conftest.py").write_text(CONFTEST.format(folder=str(SHARED)))
     for number, preload in enumerate(("A", "A", "B", "B")):
         program = f"A = B = ()\nPRELOAD = {preload}\ndef test_it(): ...\n"
         (tmp_path / f"test_{preload}_{number}.py").write_text(program)

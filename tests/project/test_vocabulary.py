@@ -1,6 +1,7 @@
 """The words of this project: names, docstrings, comments, messages and pages use the field's terms.
 
-``python tests/test_vocabulary.py [PATH ...]`` prints each finding as ``file:line: text -> term``.
+Run as a script, ``test_vocabulary.py [PATH ...]``, it prints each finding as
+``file:line: text -> term``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SCANNED = (
     "resumekit",
     "adapters",
