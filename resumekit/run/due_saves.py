@@ -46,8 +46,8 @@ class LeaveSignals:
 
     The handler does nothing else: it may interrupt any line of the step, or of a save. A SIGINT
     after the first signal, whichever that was, raises KeyboardInterrupt at once, and the process
-    does not wait at exit for a save in the background. Other signals change nothing after the first
-    one.
+    does not wait at exit for a save in the background. Until ``restore``, other signals change
+    nothing after the first one.
 
     Args:
         names: of the signals, e.g. ``"SIGTERM"``.
@@ -124,7 +124,7 @@ class LeaveSignals:
 
 
 def _former_handler(number: signal.Signals) -> Any:
-    """What handles the signal; a run that was abandoned without ``close`` does not count."""
+    """What handles the signal; the handler of another run, closed or not, does not count."""
     handler = signal.getsignal(number)
     owner = getattr(handler, "__self__", None)
     return owner.former[number] if isinstance(owner, LeaveSignals) else handler
@@ -362,8 +362,8 @@ class DueSaves:
         except SaveError as error:
             if self._run.options.on_save_error == "raise":
                 raise
-            failed = f"the save at step {step} failed"
-            self._run.reporter.warn(f"{failed}, training continues: {error}")
+            then = "" if self.is_ending else ", training continues"
+            self._run.reporter.warn(f"the save at step {step} failed{then}: {error}")
             self._cadence.restart()
 
     # ---------------------------------------------------------------- before leaving

@@ -1,8 +1,8 @@
 """What happens when a loader begins an epoch; at the first one of a launch the resume ends.
 
-``Batches.__next__`` in ``loops.py`` calls ``enter_loop`` at the first fetch of a loop, then passes
-the safe point, and calls ``begin`` for each epoch; other fetches call nothing here. The first
-``begin``:
+``Batches.__next__`` in ``loops.py`` calls ``enter_loop`` at the first fetch of a loop without
+``repeat``, then passes the safe point, and calls ``begin`` for each epoch; other fetches call
+nothing here. The first ``begin``:
 
 1. ``restore_again``: what the script has changed since the loop began is restored again.
 2. The loader takes its position, and the RNG state is set: inside an epoch in this order; where an
@@ -28,7 +28,7 @@ from resumekit.state import AfterRng, states_of
 
 @collector_paused()
 def enter_loop(run: RunState, owner: Any, feed: Feed) -> None:
-    """A loop asks for its first batch, before ``begin``. Collective.
+    """A loop requests its first batch; ``Batches.prime`` may have called ``begin``. Collective.
 
     Until the first batch of a launch, what is new in the user state joins the baseline of changes.
     """
@@ -41,7 +41,8 @@ def begin(run: RunState, feed: Feed, epoch: int) -> None:
     """Begins or continues an epoch of a loader, at the random state that it needs. Collective.
 
     Raises:
-        InexactError: ``strict=True`` and a part would not be restored exactly.
+        InexactError: ``strict=True`` and a part would not be restored exactly. It and
+            DataPositionError may be of one rank; the others wait in their next collective.
         RankDisagreementError: ranks with fewer batches would wait where others save.
         DataPositionError: the loader cannot be moved to its position.
         StateMismatchError, IncompleteLoadError: as of ``restore_again``.
@@ -54,8 +55,8 @@ def begin(run: RunState, feed: Feed, epoch: int) -> None:
         )
     restore_again(run)
     run.reporter.log_changed_loaders()
-    run.owned.follow(feed, streams=True)
-    run.reporter.announce()
+    run.owned.follow(feed, streams=True)  # also the objects that its streams read
+    run.reporter.announce()  # logs a fresh start once, and what is inexact once
     run.rng.begin(feed, epoch, lambda: restore_random(run))
 
 
@@ -63,17 +64,18 @@ def begin(run: RunState, feed: Feed, epoch: int) -> None:
 def restore_again(run: RunState) -> None:
     """Restores once more what the script has changed since the loop began; once. Collective.
 
-    States that are ``AfterRng``, the data position and the RNG state are no part of it.
+    Does nothing after a fresh start and in a framework's loop. States that are ``AfterRng``, the
+    data position and the RNG state are no part of it.
 
     Raises:
-        InexactError: ``strict=True``, and a component differs all the same.
+        InexactError: ``strict=True``, and a component still differs after it was restored again.
         StateMismatchError: the script has rebuilt an object, so that it refuses its state.
         IncompleteLoadError: the checkpoint cannot be read any more.
     """
     if isinstance(run.phase, Loaded) and run.phase.restored is not None:
-        restored, run.phase.restored = run.phase.restored, None
         run.in_flight.wait_for_own()  # a save before the loop has its copy in that memory
-        run.reporter.log_restored_again(*restored.restore())
+        run.reporter.log_restored_again(*run.phase.restored.restore())
+        run.phase.restored = None
 
 
 def restore_random(run: RunState) -> None:
@@ -91,7 +93,8 @@ def restore_random(run: RunState) -> None:
             run.trace_state("resumed", running.parent)
 
 
-def finish_again(run: RunState) -> None:
-    """Ends the resume of a run that has finished, as its loop is entered; no loader is moved."""
-    restore_random(run)
-    run.trace_state("end")
+def end_resume(run: RunState) -> None:
+    """Ends the resume of a run whose loop gives no batch; no loader is moved. Collective."""
+    if isinstance(run.phase, Loaded):
+        restore_again(run)
+        restore_random(run)

@@ -12,7 +12,7 @@ from resumekit.errors import LoopError, Preempted
 from resumekit.record.trace import rng_digests
 from resumekit.run.discovery import Discovery
 from resumekit.run.due_saves import NOTHING, DueSaves
-from resumekit.run.fetch import begin, finish_again, restore_again, restore_random
+from resumekit.run.fetch import begin, end_resume, restore_again, restore_random
 from resumekit.run.progress import LoopOrder, Progress
 from resumekit.run.report import ResumeReport
 from resumekit.run.resume import accept_horizon, enter, find, resume
@@ -298,7 +298,8 @@ class Loop:
             self._epoch, self._num_used = progress.epoch, progress.batch
             self._was_finished = self.finished is not None
             if self._was_finished:
-                finish_again(self.run)
+                end_resume(self.run)
+                self.run.trace_state("end")
         self.outermost = loop
 
     def _take_signals(self) -> None:
@@ -482,10 +483,11 @@ class Loop:
         common = NOTHING
         if may_save and finished is None:
             common = saves.exchange(counters.step)
-            if common.failed:
+            if common.failed and not common.leave:
                 saves.finish()
         if finished is not None:
             self._warn_of_metric()
+            end_resume(self.run)
             counters.finished = finished
             saves.is_ending = True
             saves.make()

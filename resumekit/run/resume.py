@@ -115,11 +115,14 @@ def resume(run: RunState, asked: Mapping[str, Any] = _NOTHING) -> ResumeReport:
             changed settings are only logged.
         UnsupportedValueError: on a fresh start, a value that a save could not store.
         IncompleteLoadError: the checkpoint has changed during the load; the process has to end.
-        RankDisagreementError: ranks have other components; or, after the load, other replicas.
+        RankDisagreementError: ranks have other components; or replicas differ after the load, when
+            live objects have changed.
+        ConfigurationError: ``per_rank`` names no component, or ``randomness`` has changed.
+        ResumekitError: as of ``find``.
     """
     if run.resumed is not None:
         return run.resumed.report
-    search = run.discovery if run.phase is None else None  # FrameworkLoop has found
+    search = None if run.is_driven else run.discovery  # a framework passes its objects
     if search is not None:
         run.owned.set_given(search.find(run.world, run.reporter))
     find(run)
@@ -229,7 +232,8 @@ def accept_horizon(
 
     Raises:
         RankDisagreementError: ranks have other horizons.
-        DriftError: the interrupted run had another one, and ``allow_changes`` does not have it.
+        DriftError: the interrupted run had another one, and ``allow_changes`` does not have it. In
+            a user's loop the live objects are loaded already.
     """
     run.world.require_equal(HORIZON, horizon)
     allowed, elsewhere = HORIZON in run.options.allow_changes, _is_from_elsewhere(run)

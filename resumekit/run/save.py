@@ -59,20 +59,21 @@ def save(run: RunState, *, in_background: bool) -> None:
         UnsupportedValueError: a value cannot be stored; nothing was committed.
         InsufficientSpaceError: there is no room; nothing was written.
         SharedDirectoryError: a rank does not see what rank 0 has made.
-        RankLostError: a rank has died, or does not answer.
+        RankLostError: a rank has died, or does not answer; the checkpoint may be there.
         RankFailedError: with several ranks, an unexpected error on one, e.g. in a ``state_dict()``.
         SaveError: writing failed. Nothing was committed; if only the last sync failed, the
             checkpoint is there, and a power cut may take it.
         OwnershipLostError: another attempt owns the directory now; the checkpoint may be there.
     """
     _add_late_components(run)
+    wait_for_gpus()  # what reads the state next may read values that another stream still copies
     running, world = run.running, run.world
     for each in states_of(run.components, BeforeSave):
         world.everywhere(each.before_save)
     running.agreed.replicas.check_before_save()
     draft = _draft(run)
     in_background = in_background and run.options.async_save is not False
-    run.in_flight.wait_for_deletion()  # one thread at a time changes the store
+    run.in_flight.wait_for_deletion()  # on rank 0; one thread at a time changes the store
     payloads = with_frozen(_payloads(run))
     threads = num_threads(running.num_ranks_here)
     # Files of frozen tensors are compared with earlier ones, and linked where they are equal.
@@ -92,13 +93,13 @@ def save(run: RunState, *, in_background: bool) -> None:
                 _write(run, job)
         except BaseException:
             if world.is_first:
-                job.abandon()
+                job.abandon()  # a committed checkpoint is not in staging any more, and stays
             raise
     if in_background:
         run.in_flight.start(job)
     else:
         _committed(run, name, job.files)
-        world.on_first(job.retain)
+        world.on_first(job.retain)  # a SaveError in it is only logged
         if world.is_first:
             run.in_flight.empty_trash(job)
     done = "saving" if in_background else "saved"

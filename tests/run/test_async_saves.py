@@ -503,6 +503,25 @@ def test_a_signal_saves_the_step_also_when_the_save_in_flight_fails(
     assert "the save at step 2 failed" in capsys.readouterr().err
 
 
+def test_a_signal_saves_the_step_also_when_the_failure_is_known_by_then(
+    tmp_path: Path, gate: Gate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = Training(tmp_path, save_every=None)
+
+    def save() -> None:
+        gate.fail("fsync:1=EIO")
+        training.checkpointer.save()
+
+    def ask() -> None:
+        drain()
+        send("SIGTERM")()
+
+    with pytest.raises(Preempted) as left:
+        training.train({2: save, 3: ask})
+    assert (left.value.step, training.saved()) == (3, [3])
+    assert "the save at step 2 failed" in capsys.readouterr().err
+
+
 def test_a_last_save_that_fails_is_not_called_saved(
     tmp_path: Path, gate: Gate, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -518,6 +537,7 @@ def test_a_last_save_that_fails_is_not_called_saved(
     assert (left.value.step, training.saved()) == (2, [2])
     errors = capsys.readouterr().err
     assert "SIGTERM: saved at step 2; the same command continues" in errors
+    assert "training continues" not in errors
 
 
 def test_a_first_save_that_fails_is_not_called_saved(

@@ -385,6 +385,39 @@ def test_a_group_that_only_the_script_has_is_refused_with_a_remedy(tmp_path: Pat
         Training(tmp_path, grow, seed=5).train()
 
 
+def test_a_fetch_after_one_that_was_refused_restores_the_state_again(tmp_path: Path) -> None:
+    whole = Training(tmp_path / "whole", lambda job: None).train()
+    Training(tmp_path / "run", lambda job: None, crash_in=13).train()
+    again = Training(tmp_path / "run", lambda job: None, seed=5, loop="batches")
+
+    def grow(job: Training) -> None:
+        with torch.no_grad():
+            job.model.layers[0].weight.zero_()
+        job.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 0.5})
+
+    batches = again.checkpointer.batches(again.loader, epochs=NUM_EPOCHS)
+    grow(again)
+    with pytest.raises(StateMismatchError, match="rebuilt it"):
+        next(batches)
+    again.optimizer.param_groups.pop()
+    again.on_batch(next(batches))
+    (step,) = again.states
+    assert again.states == {step: whole.states[step]}
+    again.checkpointer.close()
+
+
+def test_a_horizon_that_is_behind_ends_the_run_in_the_state_of_the_checkpoint(
+    tmp_path: Path,
+) -> None:
+    job = Training(tmp_path, lambda job: None, crash_in=21, loop="batches").train()
+    again = Training(tmp_path, lambda job: None, seed=5, allow_changes={"horizon"})
+    batches = again.checkpointer.batches(again.loader, epochs=1)
+    scale_data(again)
+    assert list(batches) == []
+    assert again.checkpointer.finished is not None
+    assert again.state() == job.states[20]
+
+
 class Stubborn:
     """An object that takes a state once."""
 

@@ -268,8 +268,12 @@ def open_store(directory: Path, world: World) -> Store:
         store.acquire()
         return store.run_id, store.attempt
 
-    run_id, attempt = world.on_first(acquire)
-    world.everywhere(lambda: None if world.is_first else store.join(run_id, attempt))
+    try:
+        run_id, attempt = world.on_first(acquire)
+        world.everywhere(lambda: None if world.is_first else store.join(run_id, attempt))
+    except BaseException:
+        store.release()
+        raise
     return store
 
 
