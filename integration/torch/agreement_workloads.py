@@ -43,6 +43,48 @@ def disagree_on_variables(directory: str) -> None:
             sched.step()
 
 
+def schedule_by_rank(directory: str) -> None:
+    """Trains in two launches; each rank has a schedule of its own length."""
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+
+    def launch(leave_after: int | None) -> list[float]:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20 + rank)
+        checkpointer = Checkpointer(
+            Path(directory) / "a",
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=scheduler,
+            save_every=3,
+            per_rank={"model", "optimizer", "lr_scheduler"},
+            transient={"used", "leave_after"},
+            agreement_timeout_seconds=10,
+        )
+        loader = DataLoader(TensorDataset(torch.randn(12, 2)), batch_size=1)
+        used = []
+        for (batch,) in checkpointer.batches(loader, epochs=1):
+            used.append(scheduler.get_last_lr()[0])
+            model(batch).sum().backward()
+            optimizer.step()
+            scheduler.step()
+            checkpointer.step()
+            if checkpointer.progress.step == leave_after:
+                break
+        checkpointer.close()
+        return used
+
+    first, then = launch(6), launch(None)
+    assert len(then) == 6
+    whole = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(whole, 0.1, total_steps=20 + rank)
+    for rate in (*first, *then):
+        assert rate == scheduler.get_last_lr()[0]
+        whole.step()
+        scheduler.step()
+
+
 def disagree(directory: str, *, about: str) -> None:
     """Trains on two ranks, of which the second was started or written in another way."""
     torch.distributed.init_process_group("gloo")

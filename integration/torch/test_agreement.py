@@ -5,7 +5,13 @@ from __future__ import annotations
 import time
 
 import pytest
-from agreement_workloads import SILENT_SECONDS, disagree, save_by_two_clocks, save_slowly
+from agreement_workloads import (
+    SILENT_SECONDS,
+    disagree,
+    save_by_two_clocks,
+    save_slowly,
+    schedule_by_rank,
+)
 from preloads import TORCH
 
 from resumekit.testing import Cell, Kit, Run
@@ -31,6 +37,11 @@ def test_a_disagreement_is_reported_on_every_rank(kit: Kit, about: str) -> None:
     for log in logs(run):
         assert SAID[about] in log, log[-2000:]
         assert "resumekit.errors." in log
+
+
+def test_a_run_with_a_schedule_of_its_own_on_each_rank_resumes(kit: Kit) -> None:
+    run = kit.run_again(kit.new_run(Cell(schedule_by_rank, {}, world_size=2)))
+    assert not run.failure, run.failure
 
 
 def test_a_rank_that_does_not_answer_is_given_up_after_the_stated_time(kit: Kit) -> None:

@@ -32,7 +32,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit.adapters.torch import Checkpointer
 from resumekit.capture.optimizer import OptimizerState
-from resumekit.errors import ConfigurationError, LoopError, StateMismatchError
+from resumekit.errors import (
+    ConfigurationError,
+    LoopError,
+    StateMismatchError,
+    UnsupportedValueError,
+)
 from resumekit.record.journal import STEP, find_attempts
 from resumekit.run.discovery import find_objects
 from resumekit.run.steps_taken import StepsTaken
@@ -445,6 +450,20 @@ def test_a_loop_without_an_optimizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"none is in the variables.*net.*pass model="):
         ckpt.batches(loader, epochs=1)
     del net
+
+
+def test_a_loop_that_is_entered_again_after_a_refusal_finds_the_same(tmp_path: Path) -> None:
+    net, loader = network(), data()
+    opt = sgd(net)
+    extras: dict[str, Any] = {"note": lambda: None}
+    ckpt = Checkpointer(tmp_path, extras=extras, save_every=2)
+    with pytest.raises(UnsupportedValueError):
+        next(iter(ckpt.batches(loader, epochs=1)))
+    extras["note"] = "text"
+    with ckpt:
+        for (x,) in ckpt.batches(loader, epochs=1):
+            descend(net, x, opt)
+    assert components(tmp_path) >= {"model", "optimizer"}
 
 
 def test_transient_variables_are_not_found(tmp_path: Path) -> None:

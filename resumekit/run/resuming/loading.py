@@ -162,7 +162,7 @@ class Loading:
         others = of_other_frameworks(manifest, components)
         then = {key: value for key, value in manifest.fingerprint.items() if key not in others}
         changed = differences(then, live)
-        accept_drift(changed, components, options, causes=causes)
+        self.world.everywhere(lambda: accept_drift(changed, components, options, causes=causes))
         regrouped = regrouped_buffers(manifest, components, self.membership)
         fresh = check_fit(
             manifest,
