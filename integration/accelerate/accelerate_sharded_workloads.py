@@ -131,6 +131,7 @@ def train(
         allow_changes={"world_size"},
         strict=True,
         async_save=async_save,
+        transient={"folder"},  # another path in each run whose checkpoints are compared
         keep_latest=None if frozen else 2,
     )
     folder = Path(directory, "state")
