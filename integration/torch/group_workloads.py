@@ -115,6 +115,7 @@ def share_data(
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         data_parallel_group=list(range(rank % alike, num_ranks, alike)),
         allow_changes={"world_size", "batch_size"} if may_change else set(),
+        transient={"seen"},  # of this launch
     )
     seen: list[int] = []
     drawn = 0.0
