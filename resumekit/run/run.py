@@ -236,8 +236,10 @@ class RunState:
         world, components, options = self.world, self.components, self.options
         membership = self.group_components(components)
         # The manifest holds rank 0's, which says nothing of what other groups and ranks have.
-        own = self.owned.per_rank
-        alike = [e for e in components if not (membership.recorded(e) or e.key in own)]
+        per_rank = self.owned.per_rank
+        alike = [
+            each for each in components if not (membership.recorded(each) or each.key in per_rank)
+        ]
         now = fingerprint(
             world_size=world.world_size, components=alike, record_command=options.record_command
         )

@@ -218,7 +218,7 @@ BUDGET: dict[str, int] = {
     "capture": 6_600,
     "data": 4_080,
     "record": 1_440,
-    "run": 5_950,
+    "run": 5_960,  # 10: what a refused fetch and a shorter horizon leave behind
     "checkpointer": 160,
     "export": 110,
     "diff": 590,
