@@ -82,12 +82,13 @@ def select_steps(
         )
     attempts = tuple(find_attempts(directory / DIRECTORY))
     after = [each for each in readers if each.name.step > from_step]
+    end = max(_last_recorded(attempts), *(each.name.step for each in readers))
     if num_steps is not None:
         last_step = from_step + num_steps
     elif after and not to_journal_end:
         last_step = after[0].name.step
     else:
-        last_step = max(_last_recorded(attempts), *(each.name.step for each in readers))
+        last_step = end
     if last_step <= before[-1].name.step:
         raise ConfigurationError(
             str(directory),
@@ -95,7 +96,9 @@ def select_steps(
             expected="--from an earlier step",
         )
     passed = tuple(each for each in after if each.name.step <= last_step)
-    ends_run = any(each.manifest.finished and each.name.step == last_step for each in passed)
+    # An extended run has finished at an earlier step too.
+    finished = [each.name.step for each in passed if each.manifest.finished]
+    ends_run = last_step == end and last_step in finished
     return Selection(before[-1], last_step, ends_run, passed, attempts)
 
 

@@ -104,9 +104,15 @@ class Job:
         monkeypatch.chdir(directory)
 
     def replay(self, *options: object, script: str = "train.py") -> Outcome:
-        """Runs the command; no file of the job may change."""
+        """Runs the command; no file of the job may change.
+
+        Args:
+            *options: of it.
+            script: and its arguments.
+        """
         before = content(self.directory)
-        words = ["replay", "runs/a", *map(str, options), "--", sys.executable, script]
+        command = [sys.executable, *shlex.split(script)]
+        words = ["replay", "runs/a", *map(str, options), "--", *command]
         with pytest.raises(SystemExit) as ended:
             main(words)
         after = content(self.directory)
@@ -269,6 +275,37 @@ def test_without_the_random_state_a_replay_differs(
     run, replayed = losses_in(page.read_text())
     assert sorted(run) == list(range(11, 35))
     assert sorted(replayed) == [21, 22, 23, 24]
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a run that finished at step 32, and was continued to step 64 then."""
+    directory = tmp_path_factory.mktemp("extended")
+    text = SCRIPT.replace("epochs=4", "epochs=int(sys.argv[1])").replace(
+        "import torch", "import sys\n\nimport torch", 1
+    )
+    text = text.replace("keep_latest=None", "keep_latest=None, allow_changes={'horizon'}")
+    (directory / "train.py").write_text(text)
+    (directory / "model.py").write_text(MODEL)
+    for epochs in ("2", "4"):
+        words = [sys.executable, "train.py", epochs]
+        subprocess.run(words, cwd=directory, check=True, capture_output=True)
+    return directory
+
+
+@pytest.fixture
+def extended_job(
+    extended: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Job:
+    """The same, entered."""
+    return Job(extended, monkeypatch, capfd)
+
+
+def test_a_replay_up_to_the_end_of_the_first_part_of_an_extended_run(extended_job: Job) -> None:
+    found = extended_job.replay("--from", 30, "--steps", 2, script="train.py 4")
+    assert "replaying steps 31 to 32 of" in found.err
+    assert [line for line in found.out.splitlines() if "done" in line] == ["done 31", "done 32"]
+    assert "2 steps replayed, " in found.out
 
 
 @pytest.mark.full
