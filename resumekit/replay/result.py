@@ -247,7 +247,7 @@ def compare_saved(original: StepReader, scratch: Path) -> CheckpointResult:
         return CheckpointResult(name, step, None, "not compared: saved at another point of it")
     found = compare_checkpoints(original, saved).components
     different = [each.key for each in found if not each.is_equal]
-    judged = [key for key in different if not _depends_on_process(key)]
+    judged = [key for key in different if not _may_differ(key)]
     if judged:
         return CheckpointResult(name, step, False, f"differs in {', '.join(judged)}")
     num_tensors = sum(each.num_tensors for each in found if each.is_equal)
@@ -257,10 +257,13 @@ def compare_saved(original: StepReader, scratch: Path) -> CheckpointResult:
     return CheckpointResult(name, step, True, text)
 
 
-def _depends_on_process(key: str) -> bool:
+def _may_differ(key: str) -> bool:
     """Whether a component may differ between two exact runs, see ``comparable_state``.
 
     It holds what a process has seen since its start as well: loaders that are made in each epoch,
     how far workers are ahead, times, gradients of which it is not known yet whether they are used.
+    Progress holds the length of the run, which may have been extended since; its counts are equal
+    where the manifests' are.
     """
-    return key == Slot.DATA.value or key.endswith(("/attributes", "/gradients"))
+    is_slot = key in (Slot.DATA.value, Slot.PROGRESS.value)
+    return is_slot or key.endswith(("/attributes", "/gradients"))

@@ -308,6 +308,13 @@ def test_a_replay_up_to_the_end_of_the_first_part_of_an_extended_run(extended_jo
     assert "2 steps replayed, " in found.out
 
 
+def test_the_length_of_the_run_is_no_difference(extended_job: Job) -> None:
+    found = extended_job.replay("--from", 20, "--steps", 12, script="train.py 4")
+    assert (found.code, "12 steps replayed, identical" in found.out) == (0, True), found.out
+    for step in (30, 32):  # of which the run has finished at one
+        assert re.search(rf"step-{step:08d}: .* values equal; progress not compared", found.out)
+
+
 @pytest.mark.full
 def test_the_last_steps_of_a_finished_run(job: Job) -> None:
     found = job.replay("--from", 60, "--keep", "kept")
