@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -192,27 +192,28 @@ _FIELDS = {
 }
 
 
-def compare_rank(now: Attempt, recorded: Sequence[Attempt]) -> RankResult:
+def compare_rank(now: Sequence[Attempt], recorded: Sequence[Attempt]) -> RankResult:
     """The steps of one rank, compared with those that the run recorded.
 
     Args:
-        now: the journal of the replay.
+        now: the journals of the replay of this rank, oldest first; several where the command has
+            restarted itself.
         recorded: those of the run, oldest first.
 
     Raises:
         OSError: a file cannot be read.
     """
-    records = now.records()
-    comparison = replayed(now.header, recorded).add_all(records)
-    own_rank = [each for each in recorded if each.header.rank == now.header.rank]
+    header, records = replace(now[-1].header, resumed_step=now[0].header.resumed_step), _joined(now)
+    comparison = replayed(header, recorded).add_all(records)
+    own_rank = [each for each in recorded if each.header.rank == header.rank]
     then: dict[int, Record] = {}
     for attempt in own_rank:
-        then.update(latest_steps(attempt.records(after=now.header.resumed_step or 0)))
+        then.update(latest_steps(attempt.records(after=header.resumed_step or 0)))
     mine = latest_steps(records)
     both = [mine[step].has & then[step].has for step in mine if step in then]
     verdict = comparison.verdict
     return RankResult(
-        rank=now.header.rank,
+        rank=header.rank,
         num_steps=len(mine),
         num_compared=len(both),
         fields={
@@ -222,9 +223,18 @@ def compare_rank(now: Attempt, recorded: Sequence[Attempt]) -> RankResult:
         },
         difference=comparison.difference,
         obstacle=verdict.reason if verdict.word == "not comparable" else "",
-        changes=_changes(own_rank[-1].header, now.header) if own_rank else (),
+        changes=_changes(own_rank[-1].header, header) if own_rank else (),
         records=tuple(records),
     )
+
+
+def _joined(attempts: Sequence[Attempt]) -> list[Record]:
+    """The records of attempts, without the steps that a later one has repeated."""
+    found: list[Record] = []
+    for attempt in attempts:
+        resumed = attempt.header.resumed_step or 0
+        found = [each for each in found if each.step <= resumed] + attempt.records()
+    return found
 
 
 def _changes(then: Header, now: Header) -> tuple[str, ...]:

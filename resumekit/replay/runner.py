@@ -26,7 +26,7 @@ from resumekit.replay.isolation import (
     outermost,
     remove_layer,
 )
-from resumekit.replay.result import ReplayResult, compare_rank, compare_saved
+from resumekit.replay.result import RankResult, ReplayResult, compare_rank, compare_saved
 from resumekit.replay_plan import VARIABLE, ReplayPlan
 from resumekit.storage.directories import StepName
 from resumekit.storage.manifest import StepReader
@@ -269,8 +269,12 @@ def _result(chosen: Selection, scratch: Path, status: int, command: Sequence[str
             found="did not use the run directory",
             remedy="Give the directory that the script gives to its Checkpointer",
         )
-    ranks = tuple(compare_rank(each, chosen.attempts) for each in attempts)
-    done = min((_last_step(each) for each in attempts), default=0)
+    by_rank = (
+        [each for each in attempts if each.header.rank == rank]
+        for rank in sorted({each.header.rank for each in attempts})
+    )
+    ranks = tuple(compare_rank(each, chosen.attempts) for each in by_rank)
+    done = min((_last_step(each) for each in ranks), default=0)
     # A process may fail after its last step: Gloo's threads abort some that end with a group.
     if status and done < chosen.last_step and all(each.difference is None for each in ranks):
         where = f"after step {done}" if done else "before the first step"
@@ -288,5 +292,5 @@ def _result(chosen: Selection, scratch: Path, status: int, command: Sequence[str
     )
 
 
-def _last_step(attempt: Attempt) -> int:
-    return max((record.step for record in attempt.records()), default=0)
+def _last_step(rank: RankResult) -> int:
+    return max((record.step for record in rank.records), default=0)

@@ -257,6 +257,28 @@ def test_a_command_that_fails_is_no_verdict(job: Job, trained: Path) -> None:
     assert "fails.py: ended with exit status 1 after step 23." in found.err
 
 
+@pytest.mark.parametrize(("step", "num_steps"), [(22, 5), (33, 15)])  # before and after a save
+def test_a_command_that_restarts_itself_is_compared_up_to_its_end(
+    copied: Job, step: int, num_steps: int
+) -> None:
+    death = f"""
+        if step == {step} and not Path("died").exists():
+            Path("died").touch()
+            os._exit(1)"""
+    dies = SCRIPT.replace('print("done", step)', f'print("done", step, flush=True){death}')
+    (copied.directory / "train.py").write_text(f"import os{dies}")
+    launch = 'subprocess.call([sys.executable, "train.py"])'
+    (copied.directory / "twice.py").write_text(
+        f"import subprocess, sys\nsys.exit({launch} and {launch})"
+    )
+    found = copied.replay("--from", 20, "--steps", num_steps, script="twice.py")
+    assert found.out.count(f"done {step}\n") == 2
+    assert (found.code, f"{num_steps} steps replayed, identical" in found.out) == (0, True), found
+    assert f"sample ids ({num_steps})" in found.out
+    assert ("step-00000030: " in found.out) == (num_steps > 10)
+    assert "ended after" not in found.out
+
+
 def test_a_command_that_trains_another_run_is_no_verdict(job: Job) -> None:
     (job.directory / "other.py").write_text("print('nothing')")
     found = job.replay("--from", 20, script="other.py")
