@@ -165,8 +165,8 @@ def replay(
         CheckpointNotFoundError: there is no checkpoint at or before the step.
         ConfigurationError: an argument is wrong; or the kernel allows no overlay.
         CheckpointError: a checkpoint that is compared is damaged.
-        ReplayError: the command failed before the last step and nothing differs, or it did not use
-            the run directory.
+        ReplayError: the command failed before the last step and nothing differs, or it took no step
+            of this run.
     """
     _require_program(command)
     chosen = select_steps(directory, from_step, num_steps, to_journal_end=until_differs)
@@ -266,8 +266,9 @@ def _result(chosen: Selection, scratch: Path, status: int, command: Sequence[str
     if not attempts and not status:
         raise ReplayError(
             " ".join(command),
-            found="did not use the run directory",
-            remedy="Give the directory that the script gives to its Checkpointer",
+            found="took no step of this run",
+            remedy="Give the directory of its Checkpointer, and the arguments that the run was "
+            "started with",
         )
     by_rank = (
         [each for each in attempts if each.header.rank == rank]

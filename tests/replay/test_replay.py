@@ -283,7 +283,7 @@ def test_a_command_that_trains_another_run_is_no_verdict(job: Job) -> None:
     (job.directory / "other.py").write_text("print('nothing')")
     found = job.replay("--from", 20, script="other.py")
     assert found.code == 2
-    assert "other.py: did not use the run directory" in found.err
+    assert "other.py: took no step of this run" in found.err
 
 
 def test_without_the_random_state_a_replay_differs(
@@ -335,6 +335,13 @@ def test_the_length_of_the_run_is_no_difference(extended_job: Job) -> None:
     assert (found.code, "12 steps replayed, identical" in found.out) == (0, True), found.out
     for step in (30, 32):  # of which the run has finished at one
         assert re.search(rf"step-{step:08d}: .* values equal; progress not compared", found.out)
+
+
+def test_a_command_that_has_nothing_left_to_do_is_no_verdict(extended_job: Job) -> None:
+    found = extended_job.replay("--from", 40, script="train.py 2")
+    assert found.code == 2
+    assert "train.py 2: took no step of this run" in found.err
+    assert "the arguments that the run was started with" in found.err
 
 
 @pytest.mark.full
