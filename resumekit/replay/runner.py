@@ -6,9 +6,11 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 
 from resumekit.errors import (
     CheckpointError,
@@ -16,7 +18,7 @@ from resumekit.errors import (
     ConfigurationError,
     ReplayError,
 )
-from resumekit.launcher.processes import Launch, handled_signals
+from resumekit.launcher.processes import Launch, handled_signals, processes_of
 from resumekit.record.journal import DIRECTORY, STEP, Attempt, find_attempts
 from resumekit.replay.isolation import (
     Isolation,
@@ -31,6 +33,9 @@ from resumekit.replay_plan import VARIABLE, ReplayPlan
 from resumekit.storage.directories import StepName
 from resumekit.storage.manifest import StepReader
 from resumekit.storage.store import Store
+
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
+_GRACE_SECONDS = 5.0  # of the 10 that docker stop gives
 
 
 @dataclass(frozen=True)
@@ -167,13 +172,14 @@ def replay(
         CheckpointError: a checkpoint that is compared is damaged.
         ReplayError: the command failed before the last step and nothing differs, or it took no step
             of this run.
+        SystemExit: SIGTERM or SIGHUP came, which the command has received too, and has ended.
     """
     _require_program(command)
     chosen = select_steps(directory, from_step, num_steps, to_journal_end=until_differs)
-    scratch = _scratch(keep, directory)
-    layers = Path(tempfile.mkdtemp(prefix="resumekit-replay-"))
-    isolation = Isolation(outermost([Path.cwd(), directory]), layers, scratch)
-    try:
+    # What is ignored, as under nohup, stays so.
+    ending = [each for each in _ENDING if signal.getsignal(each) != signal.SIG_IGN]
+    with handled_signals(_end, *ending), _directories(keep, directory) as (scratch, layers):
+        isolation = Isolation(outermost([Path.cwd(), directory]), layers, scratch)
         obstacle = isolation.obstacle()
         if obstacle and not allow_writes:
             raise ConfigurationError(
@@ -197,6 +203,15 @@ def replay(
         written = None if before is None or after is None else changed_files(before, after)
         result = _result(chosen, scratch, status, command)
         return replace(result, is_protected=False, written=written)
+
+
+@contextmanager
+def _directories(keep: Path | None, directory: Path) -> Iterator[tuple[Path, Path]]:
+    """The run directory of the replay, and an empty one for layers; both are removed afterwards."""
+    scratch = _scratch(keep, directory)
+    layers = Path(tempfile.mkdtemp(prefix="resumekit-replay-"))
+    try:
+        yield scratch, layers
     finally:
         for layer in layers.iterdir():
             remove_layer(layer)
@@ -253,12 +268,38 @@ def _link_or_copy(source: str, target: str) -> None:
         shutil.copyfile(source, target)
 
 
+class _EndedError(SystemExit):
+    """A signal ends this process, after its clean-up.
+
+    Args:
+        number: of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.number = number
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    for each in _ENDING:  # nothing interrupts the clean-up
+        signal.signal(each, signal.SIG_IGN)
+    raise _EndedError(number)
+
+
 def _run(words: Sequence[str], environment: dict[str, str]) -> int:
     """The exit status of the command, which has the terminal."""
     environment = {**environment, "PYTHONUNBUFFERED": "1"}
-    launch = Launch(words, environment, start_new_session=False)
+    launch = Launch(words, environment, marker=VARIABLE, start_new_session=False)
     with handled_signals(signal.SIG_IGN, signal.SIGINT):  # Ctrl-C is for the command, a debugger
-        return launch.wait()
+        try:
+            return launch.wait()
+        except _EndedError as ended:
+            # To all of its processes: a shell or another launcher may forward no signal.
+            for pid in processes_of(launch.pid, f"{VARIABLE}={environment[VARIABLE]}"):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, ended.number)
+            launch.kill_all(grace_seconds=_GRACE_SECONDS)
+            raise
 
 
 def _result(chosen: Selection, scratch: Path, status: int, command: Sequence[str]) -> ReplayResult:

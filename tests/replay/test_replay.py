@@ -9,6 +9,7 @@ import random
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import pytest
 
 from resumekit.cli import main
+from resumekit.launcher.processes import is_running, kill_processes
 from resumekit.replay.isolation import Isolation, outermost
 from resumekit.replay.mounts import NOT_POSSIBLE
 
@@ -297,6 +299,32 @@ def test_without_the_random_state_a_replay_differs(
     run, replayed = losses_in(page.read_text())
     assert sorted(run) == list(range(11, 35))
     assert sorted(replayed) == [21, 22, 23, 24]
+
+
+@pytest.mark.parametrize(
+    ("number", "trap"), [(signal.SIGTERM, "true"), (signal.SIGHUP, "trap '' HUP")]
+)
+def test_a_signal_ends_the_command_and_leaves_nothing(
+    job: Job, tmp_path: Path, number: int, trap: str
+) -> None:
+    waits = f"{trap}; sleep 300 & echo $!; wait"
+    replay = ("replay", "runs/a", "--from", "20", "--", "sh", "-c", waits)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "resumekit.cli", *replay],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    with process.stdout as output:
+        child = int(output.readline())
+        process.send_signal(number)
+        try:
+            assert process.wait(60) == 128 + number
+            assert not is_running(child)
+        finally:
+            kill_processes(child)
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.fixture(scope="module")
