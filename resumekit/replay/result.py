@@ -89,6 +89,11 @@ class ReplayResult:
         return min(each.num_steps for each in self.ranks)
 
     @property
+    def num_missing(self) -> int:
+        """The steps that the command ended before."""
+        return max(0, self.last_step - self.first_step + 1 - self.num_steps)
+
+    @property
     def first_difference(self) -> tuple[int, Difference] | None:
         """The first difference of all ranks, with its rank."""
         found = [(each.rank, each.difference) for each in self.ranks if each.difference is not None]
@@ -103,11 +108,15 @@ class ReplayResult:
 
     @property
     def is_equal(self) -> bool:
-        """Whether something was compared, and nothing differs."""
-        checkpoints = [each.is_equal for each in self.checkpoints]
-        compared = True in checkpoints or all(each.num_compared for each in self.ranks)
+        """Whether all steps were done, something was compared, and nothing differs."""
         obstacles = any(each.obstacle for each in self.ranks)
-        return compared and not obstacles and not self.is_different
+        is_whole = self._has_compared and not self.num_missing
+        return is_whole and not obstacles and not self.is_different
+
+    @property
+    def _has_compared(self) -> bool:
+        checkpoints = [each.is_equal for each in self.checkpoints]
+        return True in checkpoints or all(each.num_compared for each in self.ranks)
 
     @property
     def compares_weights(self) -> bool:
@@ -131,8 +140,10 @@ class ReplayResult:
         obstacles = [each.obstacle for each in self.ranks if each.obstacle]
         if obstacles:
             return f"{steps}, not comparable ({obstacles[0]})"
-        if not self.is_equal:
+        if not self._has_compared:
             return f"{steps}, not compared: the journal has none of them"
+        if self.num_missing:
+            return f"{steps}, the other {self.num_missing} not compared"
         if self.compares_weights:
             return f"{steps}, identical"
         names = ", ".join(each.name for each in self.checkpoints if each.is_equal)
@@ -155,8 +166,8 @@ class ReplayResult:
         missing = first.num_steps - first.num_compared
         if missing:
             found.append(f"not compared: {missing} steps that the journal does not have")
-        num_wanted = self.last_step - self.first_step + 1
-        if self.num_steps < num_wanted and self.first_difference is None:
+        if self.num_missing and self.first_difference is None:
+            num_wanted = self.num_steps + self.num_missing
             found.append(f"the command ended after {self.num_steps} of {num_wanted} steps")
         if first.changes:
             found.append(f"changed since the run: {', '.join(first.changes)}")

@@ -151,7 +151,7 @@ def replay(
     removed at the end. The network is not blocked: variables switch off known trackers and the Hub.
 
     A command that ends earlier with status 0 is no error: the steps that were done are compared,
-    and the notes of the result say how many are missing.
+    and the result, which is not equal, has the number of the others.
 
     Args:
         command: program and arguments, as the run was started.

@@ -259,6 +259,18 @@ def test_a_command_that_fails_is_no_verdict(job: Job, trained: Path) -> None:
     assert "fails.py: ended with exit status 1 after step 23." in found.err
 
 
+def test_steps_that_the_command_has_not_done_are_not_compared(job: Job, tmp_path: Path) -> None:
+    stop = 'print("done", step)\n        if step == 23:\n            break'
+    (job.directory / "ends.py").write_text(SCRIPT.replace('print("done", step)', stop))
+    plain = tmp_path / "replay.json"
+    found = job.replay("--from", 20, "--steps", 5, "--json", plain, script="ends.py")
+    assert (found.code, "3 steps replayed, the other 2 not compared" in found.out) == (1, True), (
+        found
+    )
+    assert "the command ended after 3 of 5 steps" in found.out
+    assert not json.loads(plain.read_text())["is_equal"]
+
+
 @pytest.mark.parametrize(("step", "num_steps"), [(22, 5), (33, 15)])  # before and after a save
 def test_a_command_that_restarts_itself_is_compared_up_to_its_end(
     copied: Job, step: int, num_steps: int
