@@ -147,8 +147,9 @@ def replay(
 
     The command runs once, in the working directory. The Checkpointer of ``directory`` uses a
     scratch directory instead, which begins with one checkpoint; one of another directory runs as in
-    any launch. Other writes below the working and the run directory go to an overlay, which is
-    removed at the end. The network is not blocked: variables switch off known trackers and the Hub.
+    any launch. Each rank ends with status 0 after the last step. Other writes below the working and
+    the run directory go to an overlay, which is removed at the end. The network is not blocked:
+    variables switch off known trackers and the Hub.
 
     A command that ends earlier with status 0 is no error: the steps that were done are compared,
     and the result, which is not equal, has the number of the others.
@@ -261,7 +262,7 @@ def _scratch(keep: Path | None, directory: Path) -> Path:
 
 
 def _link_or_copy(source: str, target: str) -> None:
-    # What is read from them is compared with the digests of the manifest.
+    # Nothing writes to these files, so a link is safe.
     try:
         os.link(source, target)
     except OSError:
