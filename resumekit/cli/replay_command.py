@@ -11,7 +11,7 @@ import typer
 from resumekit.cli.arguments import Directory, ResultFile, TrainingCommand, existing
 from resumekit.cli.output_files import require_file_path, write_file
 
-_EXIT_DIFFERENT = 1
+_EXIT_NOT_IDENTICAL = 1
 
 
 def replay(
@@ -53,7 +53,10 @@ def replay(
         typer.Option("--html", metavar="FILE", help="Write a page with the losses of both."),
     ] = None,
 ) -> None:
-    """Repeat steps of a run, and compare them with its journal. Changes nothing in the run."""
+    """Repeat steps of a run, and compare them with its journal. Changes nothing in the run.
+
+    Exit status: 0 identical, 1 different or not compared, 2 an error.
+    """
     from resumekit.replay import replay as run_replay
 
     existing(directory)
@@ -79,4 +82,4 @@ def replay(
 
         write_file(replay_page(result, directory, command), html_path)
     if not result.is_equal:
-        raise typer.Exit(_EXIT_DIFFERENT)
+        raise typer.Exit(_EXIT_NOT_IDENTICAL)

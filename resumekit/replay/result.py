@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,11 @@ class ReplayResult:
         return min(each.num_steps for each in self.ranks)
 
     @property
+    def num_missing(self) -> int:
+        """The steps that the command ended before."""
+        return max(0, self.last_step - self.first_step + 1 - self.num_steps)
+
+    @property
     def first_difference(self) -> tuple[int, Difference] | None:
         """The first difference of all ranks, with its rank."""
         found = [(each.rank, each.difference) for each in self.ranks if each.difference is not None]
@@ -103,11 +108,15 @@ class ReplayResult:
 
     @property
     def is_equal(self) -> bool:
-        """Whether something was compared, and nothing differs."""
-        checkpoints = [each.is_equal for each in self.checkpoints]
-        compared = True in checkpoints or all(each.num_compared for each in self.ranks)
+        """Whether all steps were done, something was compared, and nothing differs."""
         obstacles = any(each.obstacle for each in self.ranks)
-        return compared and not obstacles and not self.is_different
+        is_whole = self._has_compared and not self.num_missing
+        return is_whole and not obstacles and not self.is_different
+
+    @property
+    def _has_compared(self) -> bool:
+        checkpoints = [each.is_equal for each in self.checkpoints]
+        return True in checkpoints or all(each.num_compared for each in self.ranks)
 
     @property
     def compares_weights(self) -> bool:
@@ -131,8 +140,10 @@ class ReplayResult:
         obstacles = [each.obstacle for each in self.ranks if each.obstacle]
         if obstacles:
             return f"{steps}, not comparable ({obstacles[0]})"
-        if not self.is_equal:
+        if not self._has_compared:
             return f"{steps}, not compared: the journal has none of them"
+        if self.num_missing:
+            return f"{steps}, the other {self.num_missing} not compared"
         if self.compares_weights:
             return f"{steps}, identical"
         names = ", ".join(each.name for each in self.checkpoints if each.is_equal)
@@ -155,8 +166,8 @@ class ReplayResult:
         missing = first.num_steps - first.num_compared
         if missing:
             found.append(f"not compared: {missing} steps that the journal does not have")
-        num_wanted = self.last_step - self.first_step + 1
-        if self.num_steps < num_wanted and self.first_difference is None:
+        if self.num_missing and self.first_difference is None:
+            num_wanted = self.num_steps + self.num_missing
             found.append(f"the command ended after {self.num_steps} of {num_wanted} steps")
         if first.changes:
             found.append(f"changed since the run: {', '.join(first.changes)}")
@@ -192,27 +203,28 @@ _FIELDS = {
 }
 
 
-def compare_rank(now: Attempt, recorded: Sequence[Attempt]) -> RankResult:
+def compare_rank(now: Sequence[Attempt], recorded: Sequence[Attempt]) -> RankResult:
     """The steps of one rank, compared with those that the run recorded.
 
     Args:
-        now: the journal of the replay.
+        now: the journals of the replay of this rank, oldest first; several where the command has
+            restarted itself.
         recorded: those of the run, oldest first.
 
     Raises:
         OSError: a file cannot be read.
     """
-    records = now.records()
-    comparison = replayed(now.header, recorded).add_all(records)
-    own_rank = [each for each in recorded if each.header.rank == now.header.rank]
+    header, records = replace(now[-1].header, resumed_step=now[0].header.resumed_step), _joined(now)
+    comparison = replayed(header, recorded).add_all(records)
+    own_rank = [each for each in recorded if each.header.rank == header.rank]
     then: dict[int, Record] = {}
     for attempt in own_rank:
-        then.update(latest_steps(attempt.records(after=now.header.resumed_step or 0)))
+        then.update(latest_steps(attempt.records(after=header.resumed_step or 0)))
     mine = latest_steps(records)
     both = [mine[step].has & then[step].has for step in mine if step in then]
     verdict = comparison.verdict
     return RankResult(
-        rank=now.header.rank,
+        rank=header.rank,
         num_steps=len(mine),
         num_compared=len(both),
         fields={
@@ -222,9 +234,18 @@ def compare_rank(now: Attempt, recorded: Sequence[Attempt]) -> RankResult:
         },
         difference=comparison.difference,
         obstacle=verdict.reason if verdict.word == "not comparable" else "",
-        changes=_changes(own_rank[-1].header, now.header) if own_rank else (),
+        changes=_changes(own_rank[-1].header, header) if own_rank else (),
         records=tuple(records),
     )
+
+
+def _joined(attempts: Sequence[Attempt]) -> list[Record]:
+    """The records of attempts, without the steps that a later one has repeated."""
+    found: list[Record] = []
+    for attempt in attempts:
+        resumed = attempt.header.resumed_step or 0
+        found = [each for each in found if each.step <= resumed] + attempt.records()
+    return found
 
 
 def _changes(then: Header, now: Header) -> tuple[str, ...]:
@@ -247,7 +268,7 @@ def compare_saved(original: StepReader, scratch: Path) -> CheckpointResult:
         return CheckpointResult(name, step, None, "not compared: saved at another point of it")
     found = compare_checkpoints(original, saved).components
     different = [each.key for each in found if not each.is_equal]
-    judged = [key for key in different if not _depends_on_process(key)]
+    judged = [key for key in different if not _may_differ(key)]
     if judged:
         return CheckpointResult(name, step, False, f"differs in {', '.join(judged)}")
     num_tensors = sum(each.num_tensors for each in found if each.is_equal)
@@ -257,10 +278,13 @@ def compare_saved(original: StepReader, scratch: Path) -> CheckpointResult:
     return CheckpointResult(name, step, True, text)
 
 
-def _depends_on_process(key: str) -> bool:
+def _may_differ(key: str) -> bool:
     """Whether a component may differ between two exact runs, see ``comparable_state``.
 
     It holds what a process has seen since its start as well: loaders that are made in each epoch,
     how far workers are ahead, times, gradients of which it is not known yet whether they are used.
+    Progress holds the length of the run, which may have been extended since; its counts are equal
+    where the manifests' are.
     """
-    return key == Slot.DATA.value or key.endswith(("/attributes", "/gradients"))
+    is_slot = key in (Slot.DATA.value, Slot.PROGRESS.value)
+    return is_slot or key.endswith(("/attributes", "/gradients"))

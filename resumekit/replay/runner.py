@@ -6,9 +6,11 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 
 from resumekit.errors import (
     CheckpointError,
@@ -16,7 +18,7 @@ from resumekit.errors import (
     ConfigurationError,
     ReplayError,
 )
-from resumekit.launcher.processes import Launch, handled_signals
+from resumekit.launcher.processes import Launch, handled_signals, processes_of
 from resumekit.record.journal import DIRECTORY, STEP, Attempt, find_attempts
 from resumekit.replay.isolation import (
     Isolation,
@@ -26,11 +28,14 @@ from resumekit.replay.isolation import (
     outermost,
     remove_layer,
 )
-from resumekit.replay.result import ReplayResult, compare_rank, compare_saved
+from resumekit.replay.result import RankResult, ReplayResult, compare_rank, compare_saved
 from resumekit.replay_plan import VARIABLE, ReplayPlan
 from resumekit.storage.directories import StepName
 from resumekit.storage.manifest import StepReader
 from resumekit.storage.store import Store
+
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
+_GRACE_SECONDS = 5.0  # of the 10 that docker stop gives
 
 
 @dataclass(frozen=True)
@@ -82,12 +87,13 @@ def select_steps(
         )
     attempts = tuple(find_attempts(directory / DIRECTORY))
     after = [each for each in readers if each.name.step > from_step]
+    end = max(_last_recorded(attempts), *(each.name.step for each in readers))
     if num_steps is not None:
         last_step = from_step + num_steps
     elif after and not to_journal_end:
         last_step = after[0].name.step
     else:
-        last_step = max(_last_recorded(attempts), *(each.name.step for each in readers))
+        last_step = end
     if last_step <= before[-1].name.step:
         raise ConfigurationError(
             str(directory),
@@ -95,7 +101,9 @@ def select_steps(
             expected="--from an earlier step",
         )
     passed = tuple(each for each in after if each.name.step <= last_step)
-    ends_run = any(each.manifest.finished and each.name.step == last_step for each in passed)
+    # An extended run has finished at an earlier step too.
+    finished = [each.name.step for each in passed if each.manifest.finished]
+    ends_run = last_step == end and last_step in finished
     return Selection(before[-1], last_step, ends_run, passed, attempts)
 
 
@@ -139,11 +147,12 @@ def replay(
 
     The command runs once, in the working directory. The Checkpointer of ``directory`` uses a
     scratch directory instead, which begins with one checkpoint; one of another directory runs as in
-    any launch. Other writes below the working and the run directory go to an overlay, which is
-    removed at the end. The network is not blocked: variables switch off known trackers and the Hub.
+    any launch. Each rank ends with status 0 after the last step. Other writes below the working and
+    the run directory go to an overlay, which is removed at the end. The network is not blocked:
+    variables switch off known trackers and the Hub.
 
     A command that ends earlier with status 0 is no error: the steps that were done are compared,
-    and the notes of the result say how many are missing.
+    and the result, which is not equal, has the number of the others.
 
     Args:
         command: program and arguments, as the run was started.
@@ -162,15 +171,16 @@ def replay(
         CheckpointNotFoundError: there is no checkpoint at or before the step.
         ConfigurationError: an argument is wrong; or the kernel allows no overlay.
         CheckpointError: a checkpoint that is compared is damaged.
-        ReplayError: the command failed before the last step and nothing differs, or it did not use
-            the run directory.
+        ReplayError: the command failed before the last step and nothing differs, or it took no step
+            of this run.
+        SystemExit: SIGTERM or SIGHUP came, which the command has received too, and has ended.
     """
     _require_program(command)
     chosen = select_steps(directory, from_step, num_steps, to_journal_end=until_differs)
-    scratch = _scratch(keep, directory)
-    layers = Path(tempfile.mkdtemp(prefix="resumekit-replay-"))
-    isolation = Isolation(outermost([Path.cwd(), directory]), layers, scratch)
-    try:
+    # What is ignored, as under nohup, stays so.
+    ending = [each for each in _ENDING if signal.getsignal(each) != signal.SIG_IGN]
+    with handled_signals(_end, *ending), _directories(keep, directory) as (scratch, layers):
+        isolation = Isolation(outermost([Path.cwd(), directory]), layers, scratch)
         obstacle = isolation.obstacle()
         if obstacle and not allow_writes:
             raise ConfigurationError(
@@ -194,6 +204,15 @@ def replay(
         written = None if before is None or after is None else changed_files(before, after)
         result = _result(chosen, scratch, status, command)
         return replace(result, is_protected=False, written=written)
+
+
+@contextmanager
+def _directories(keep: Path | None, directory: Path) -> Iterator[tuple[Path, Path]]:
+    """The run directory of the replay, and an empty one for layers; both are removed afterwards."""
+    scratch = _scratch(keep, directory)
+    layers = Path(tempfile.mkdtemp(prefix="resumekit-replay-"))
+    try:
+        yield scratch, layers
     finally:
         for layer in layers.iterdir():
             remove_layer(layer)
@@ -243,19 +262,45 @@ def _scratch(keep: Path | None, directory: Path) -> Path:
 
 
 def _link_or_copy(source: str, target: str) -> None:
-    # What is read from them is compared with the digests of the manifest.
+    # Nothing writes to these files, so a link is safe.
     try:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
 
 
+class _EndedError(SystemExit):
+    """A signal ends this process, after its clean-up.
+
+    Args:
+        number: of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.number = number
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    for each in _ENDING:  # nothing interrupts the clean-up
+        signal.signal(each, signal.SIG_IGN)
+    raise _EndedError(number)
+
+
 def _run(words: Sequence[str], environment: dict[str, str]) -> int:
     """The exit status of the command, which has the terminal."""
     environment = {**environment, "PYTHONUNBUFFERED": "1"}
-    launch = Launch(words, environment, start_new_session=False)
+    launch = Launch(words, environment, marker=VARIABLE, start_new_session=False)
     with handled_signals(signal.SIG_IGN, signal.SIGINT):  # Ctrl-C is for the command, a debugger
-        return launch.wait()
+        try:
+            return launch.wait()
+        except _EndedError as ended:
+            # To all of its processes: a shell or another launcher may forward no signal.
+            for pid in processes_of(launch.pid, f"{VARIABLE}={environment[VARIABLE]}"):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, ended.number)
+            launch.kill_all(grace_seconds=_GRACE_SECONDS)
+            raise
 
 
 def _result(chosen: Selection, scratch: Path, status: int, command: Sequence[str]) -> ReplayResult:
@@ -263,11 +308,16 @@ def _result(chosen: Selection, scratch: Path, status: int, command: Sequence[str
     if not attempts and not status:
         raise ReplayError(
             " ".join(command),
-            found="did not use the run directory",
-            remedy="Give the directory that the script gives to its Checkpointer",
+            found="took no step of this run",
+            remedy="Give the directory of its Checkpointer, and the arguments that the run was "
+            "started with",
         )
-    ranks = tuple(compare_rank(each, chosen.attempts) for each in attempts)
-    done = min((_last_step(each) for each in attempts), default=0)
+    by_rank = (
+        [each for each in attempts if each.header.rank == rank]
+        for rank in sorted({each.header.rank for each in attempts})
+    )
+    ranks = tuple(compare_rank(each, chosen.attempts) for each in by_rank)
+    done = min((_last_step(each) for each in ranks), default=0)
     # A process may fail after its last step: Gloo's threads abort some that end with a group.
     if status and done < chosen.last_step and all(each.difference is None for each in ranks):
         where = f"after step {done}" if done else "before the first step"
@@ -285,5 +335,5 @@ def _result(chosen: Selection, scratch: Path, status: int, command: Sequence[str
     )
 
 
-def _last_step(attempt: Attempt) -> int:
-    return max((record.step for record in attempt.records()), default=0)
+def _last_step(rank: RankResult) -> int:
+    return max((record.step for record in rank.records), default=0)

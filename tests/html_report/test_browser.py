@@ -69,7 +69,7 @@ def replayed(train: Train, tmp_path: Path) -> Path:
     train(tmp_path / "run")
     train(tmp_path / "replay", seed=1)
     recorded, now = (find_attempts(tmp_path / name / DIRECTORY) for name in ("run", "replay"))
-    ranks = (compare_rank(now[0], recorded),)
+    ranks = (compare_rank(now[:1], recorded),)
     checkpoints = (CheckpointResult("step-00000008", 8, False, "differs in model"),)
     result = ReplayResult(ranks, checkpoints, 1, 24, (), is_protected=True, exit_status=0)
     file = tmp_path / "replay.html"

@@ -385,12 +385,15 @@ def test_a_replay_without_an_overlay_may_write(
     assert not command(*trained[:4], flag, *trained[4:])
 
 
-@pytest.mark.remedy("Give the directory that the script gives to its Checkpointer")
-def test_a_replay_has_the_directory_of_the_script(
+@pytest.mark.remedy(
+    "Give the directory of its Checkpointer, and the arguments that the run was started with"
+)
+def test_a_replay_has_the_directory_and_the_arguments_of_the_run(
     trained: list[object], remedy: Remedy, command: Command
 ) -> None:
     shutil.copytree("runs/a", "runs/b")
     remedy.in_text(command(trained[0], "runs/b", *trained[2:]))
+    remedy.in_text(command(*trained[:-1], "-c", "pass"))
     assert not command(*trained)
 
 

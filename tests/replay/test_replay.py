@@ -9,6 +9,7 @@ import random
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import pytest
 
 from resumekit.cli import main
+from resumekit.launcher.processes import is_running, kill_processes
 from resumekit.replay.isolation import Isolation, outermost
 from resumekit.replay.mounts import NOT_POSSIBLE
 
@@ -104,9 +106,15 @@ class Job:
         monkeypatch.chdir(directory)
 
     def replay(self, *options: object, script: str = "train.py") -> Outcome:
-        """Runs the command; no file of the job may change."""
+        """Runs the command; no file of the job may change.
+
+        Args:
+            *options: of it.
+            script: and its arguments.
+        """
         before = content(self.directory)
-        words = ["replay", "runs/a", *map(str, options), "--", sys.executable, script]
+        command = [sys.executable, *shlex.split(script)]
+        words = ["replay", "runs/a", *map(str, options), "--", *command]
         with pytest.raises(SystemExit) as ended:
             main(words)
         after = content(self.directory)
@@ -251,11 +259,45 @@ def test_a_command_that_fails_is_no_verdict(job: Job, trained: Path) -> None:
     assert "fails.py: ended with exit status 1 after step 23." in found.err
 
 
+def test_steps_that_the_command_has_not_done_are_not_compared(job: Job, tmp_path: Path) -> None:
+    stop = 'print("done", step)\n        if step == 23:\n            break'
+    (job.directory / "ends.py").write_text(SCRIPT.replace('print("done", step)', stop))
+    plain = tmp_path / "replay.json"
+    found = job.replay("--from", 20, "--steps", 5, "--json", plain, script="ends.py")
+    assert (found.code, "3 steps replayed, the other 2 not compared" in found.out) == (1, True), (
+        found
+    )
+    assert "the command ended after 3 of 5 steps" in found.out
+    assert not json.loads(plain.read_text())["is_equal"]
+
+
+@pytest.mark.parametrize(("step", "num_steps"), [(22, 5), (33, 15)])  # before and after a save
+def test_a_command_that_restarts_itself_is_compared_up_to_its_end(
+    copied: Job, step: int, num_steps: int
+) -> None:
+    death = f"""
+        if step == {step} and not Path("died").exists():
+            Path("died").touch()
+            os._exit(1)"""
+    dies = SCRIPT.replace('print("done", step)', f'print("done", step, flush=True){death}')
+    (copied.directory / "train.py").write_text(f"import os{dies}")
+    launch = 'subprocess.call([sys.executable, "train.py"])'
+    (copied.directory / "twice.py").write_text(
+        f"import subprocess, sys\nsys.exit({launch} and {launch})"
+    )
+    found = copied.replay("--from", 20, "--steps", num_steps, script="twice.py")
+    assert found.out.count(f"done {step}\n") == 2
+    assert (found.code, f"{num_steps} steps replayed, identical" in found.out) == (0, True), found
+    assert f"sample ids ({num_steps})" in found.out
+    assert ("step-00000030: " in found.out) == (num_steps > 10)
+    assert "ended after" not in found.out
+
+
 def test_a_command_that_trains_another_run_is_no_verdict(job: Job) -> None:
     (job.directory / "other.py").write_text("print('nothing')")
     found = job.replay("--from", 20, script="other.py")
     assert found.code == 2
-    assert "other.py: did not use the run directory" in found.err
+    assert "other.py: took no step of this run" in found.err
 
 
 def test_without_the_random_state_a_replay_differs(
@@ -269,6 +311,77 @@ def test_without_the_random_state_a_replay_differs(
     run, replayed = losses_in(page.read_text())
     assert sorted(run) == list(range(11, 35))
     assert sorted(replayed) == [21, 22, 23, 24]
+
+
+@pytest.mark.parametrize(
+    ("number", "trap"), [(signal.SIGTERM, "true"), (signal.SIGHUP, "trap '' HUP")]
+)
+def test_a_signal_ends_the_command_and_leaves_nothing(
+    job: Job, tmp_path: Path, number: int, trap: str
+) -> None:
+    waits = f"{trap}; sleep 300 & echo $!; wait"
+    replay = ("replay", "runs/a", "--from", "20", "--", "sh", "-c", waits)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "resumekit.cli", *replay],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    with process.stdout as output:
+        child = int(output.readline())
+        process.send_signal(number)
+        try:
+            assert process.wait(60) == 128 + number
+            assert not is_running(child)
+        finally:
+            kill_processes(child)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a run that finished at step 32, and was continued to step 64 then."""
+    directory = tmp_path_factory.mktemp("extended")
+    text = SCRIPT.replace("epochs=4", "epochs=int(sys.argv[1])").replace(
+        "import torch", "import sys\n\nimport torch", 1
+    )
+    text = text.replace("keep_latest=None", "keep_latest=None, allow_changes={'horizon'}")
+    (directory / "train.py").write_text(text)
+    (directory / "model.py").write_text(MODEL)
+    for epochs in ("2", "4"):
+        words = [sys.executable, "train.py", epochs]
+        subprocess.run(words, cwd=directory, check=True, capture_output=True)
+    return directory
+
+
+@pytest.fixture
+def extended_job(
+    extended: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Job:
+    """The same, entered."""
+    return Job(extended, monkeypatch, capfd)
+
+
+def test_a_replay_up_to_the_end_of_the_first_part_of_an_extended_run(extended_job: Job) -> None:
+    found = extended_job.replay("--from", 30, "--steps", 2, script="train.py 4")
+    assert "replaying steps 31 to 32 of" in found.err
+    assert [line for line in found.out.splitlines() if "done" in line] == ["done 31", "done 32"]
+    assert "2 steps replayed, " in found.out
+
+
+def test_the_length_of_the_run_is_no_difference(extended_job: Job) -> None:
+    found = extended_job.replay("--from", 20, "--steps", 12, script="train.py 4")
+    assert (found.code, "12 steps replayed, identical" in found.out) == (0, True), found.out
+    for step in (30, 32):  # of which the run has finished at one
+        assert re.search(rf"step-{step:08d}: .* values equal; progress not compared", found.out)
+
+
+def test_a_command_that_has_nothing_left_to_do_is_no_verdict(extended_job: Job) -> None:
+    found = extended_job.replay("--from", 40, script="train.py 2")
+    assert found.code == 2
+    assert "train.py 2: took no step of this run" in found.err
+    assert "the arguments that the run was started with" in found.err
 
 
 @pytest.mark.full
