@@ -224,7 +224,7 @@ BUDGET: dict[str, int] = {
     "diff": 590,
     "fork": 140,
     "shared_files": 20,
-    "replay": 530,
+    "replay": 580,  # 50: signals that end it, and commands that start again
     "frameworks": 750,
     "launcher": 230,  # has the one starter of processes
     "attach": 350,
