@@ -105,8 +105,8 @@ class Holder:
             cannot be restored; it is reported.
         attributes_only: of an object with ``state_dict``: that is empty or saved elsewhere.
         frame: a running function, whose variables these are.
-        lacks_state: of an optimizer whose component does not save its ``state``, as of a wrapper
-            that gives the state of the optimizer inside it.
+        is_saved: of an optimizer or a scheduler: a component saves what torch keeps in it. That of
+            a wrapper may give the ``state`` of the optimizer inside it instead.
     """
 
     value: Any
@@ -118,7 +118,7 @@ class Holder:
     attributes_only: bool = False
     is_read_ahead: bool = False
     frame: FrameType | None = None
-    lacks_state: bool = False
+    is_saved: bool = False
 
 
 class ValueSlot(NamedTuple):
