@@ -382,6 +382,7 @@ def _roots_of(components: Iterable[StateComponent]) -> dict[str, Holder]:
         for each in saved:
             if isinstance(each, (Optimizer, LRScheduler)):
                 state = getattr(each, "state", None)
+                # That of a wrapper may give the ``state`` of the optimizer inside it instead.
                 is_saved = not isinstance(component.stateful, OptimizerState) or any(
                     value is state for value in saved
                 )

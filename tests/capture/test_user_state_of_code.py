@@ -152,6 +152,17 @@ def hook_of_a_module() -> Callable[[], list[float]]:
     return step
 
 
+def hook_of_a_state_dict() -> Callable[[], list[float]]:
+    layer, rows = nn.Linear(1, 1), list[float]()
+    layer.register_state_dict_pre_hook(lambda *_: rows.append(len(rows) + 8.0))
+
+    def step() -> list[float]:
+        layer.state_dict()
+        return rows
+
+    return step
+
+
 def hook_of_a_tensor() -> Callable[[], list[float]]:
     weight, rows = torch.ones(1, requires_grad=True), list[float]()
     weight.register_hook(lambda *_: rows.append(len(rows) + 6.0))
@@ -173,6 +184,7 @@ MAKERS = [
     decorated,
     method_of_a_list,
     hook_of_a_module,
+    hook_of_a_state_dict,
     hook_of_a_tensor,
 ]
 
