@@ -382,9 +382,10 @@ def _roots_of(components: Iterable[StateComponent]) -> dict[str, Holder]:
         for each in saved:
             if isinstance(each, (Optimizer, LRScheduler)):
                 state = getattr(each, "state", None)
-                lacks_state = isinstance(component.stateful, OptimizerState) and not any(
+                # That of a wrapper may give the ``state`` of the optimizer inside it instead.
+                is_saved = not isinstance(component.stateful, OptimizerState) or any(
                     value is state for value in saved
                 )
-                holder = Holder(each, attributes_only=True, lacks_state=lacks_state)
+                holder = Holder(each, attributes_only=True, is_saved=is_saved)
                 found.setdefault(component.key, holder)
     return found

@@ -152,6 +152,17 @@ def hook_of_a_module() -> Callable[[], list[float]]:
     return step
 
 
+def hook_of_a_state_dict() -> Callable[[], list[float]]:
+    layer, rows = nn.Linear(1, 1), list[float]()
+    layer.register_state_dict_pre_hook(lambda *_: rows.append(len(rows) + 8.0))
+
+    def step() -> list[float]:
+        layer.state_dict()
+        return rows
+
+    return step
+
+
 def hook_of_a_tensor() -> Callable[[], list[float]]:
     weight, rows = torch.ones(1, requires_grad=True), list[float]()
     weight.register_hook(lambda *_: rows.append(len(rows) + 6.0))
@@ -173,6 +184,7 @@ MAKERS = [
     decorated,
     method_of_a_list,
     hook_of_a_module,
+    hook_of_a_state_dict,
     hook_of_a_tensor,
 ]
 
@@ -354,7 +366,7 @@ def test_what_the_state_dict_of_an_optimizer_lacks_is_restored(stored: Any) -> N
         optimizer = Lookahead(model.parameters())
         foreign = [model, optimizer, optimizer.state, optimizer.param_groups]
         state = UserState({}, key=KEY, foreign=lambda: [*foreign, *model.parameters()])
-        state.lead({"optimizer": Holder(optimizer, attributes_only=True)}, tuple)
+        state.lead({"optimizer": Holder(optimizer, attributes_only=True, is_saved=True)}, tuple)
         return model, optimizer, state
 
     (model, old, saved), (_, new, live) = made(), made()
@@ -372,6 +384,17 @@ def test_what_the_state_dict_of_an_optimizer_lacks_is_restored(stored: Any) -> N
     for then, now in zip(of_old, of_new, strict=True):
         assert torch.equal(then["momentum_buffer"], now["momentum_buffer"])
     assert [*new.base.state] == new.param_groups[0]["params"]
+
+
+def test_what_torch_keeps_in_an_optimizer_is_left_to_its_component() -> None:
+    """Also where the framework's list of what is saved lacks it, as one inside DeepSpeed's."""
+    weights = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weights], lr=0.1, momentum=0.9)
+    state = UserState({}, key=KEY)
+    state.lead({"optimizer": Holder(optimizer, attributes_only=True, is_saved=True)}, tuple)
+    weights.grad = torch.ones(2)
+    optimizer.step()
+    assert state.state_dict()["slots"] == []
 
 
 def test_an_optimizer_a_scheduler_and_a_loader_that_nobody_gave_are_restored(stored: Any) -> None:

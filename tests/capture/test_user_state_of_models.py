@@ -311,3 +311,13 @@ def test_the_method_of_the_class_in_an_attribute_is_no_change() -> None:
     assert state.findings() == ()
     model.forward = functools.partial(forward)
     assert [each.key for each in state.findings()] == ["model.forward"]
+
+
+def test_hooks_that_only_the_first_launch_has_at_its_first_batch_are_no_state() -> None:
+    model = nn.Linear(2, 2)
+    state = state_of(model)
+    # As FSDP2 at the first forward pass: in validation before the training, or in the training.
+    model.register_state_dict_pre_hook(lambda *_: None)
+    model.register_load_state_dict_pre_hook(lambda *_: None)
+    state.restore_now()
+    assert paths(state.state_dict()) == set()

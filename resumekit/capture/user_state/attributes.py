@@ -18,6 +18,7 @@ from types import CellType, FrameType, MethodType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.modules.module import _WrappedHook  # torch 2.13: around a state_dict's hooks
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -105,8 +106,7 @@ class Holder:
             cannot be restored; it is reported.
         attributes_only: of an object with ``state_dict``: that is empty or saved elsewhere.
         frame: a running function, whose variables these are.
-        lacks_state: of an optimizer whose component does not save its ``state``, as of a wrapper
-            that gives the state of the optimizer inside it.
+        is_saved: of an optimizer or a scheduler: a component saves what torch keeps in it.
     """
 
     value: Any
@@ -118,7 +118,7 @@ class Holder:
     attributes_only: bool = False
     is_read_ahead: bool = False
     frame: FrameType | None = None
-    lacks_state: bool = False
+    is_saved: bool = False
 
 
 class ValueSlot(NamedTuple):
@@ -487,7 +487,8 @@ def hooks_of(owner: Any) -> Iterator[Any]:
     else:
         named = vars(owner).items() if isinstance(owner, Optimizer) else ()
         tables = [each for name, each in named if name.endswith("_hooks")]
-    yield from (hook for table in tables if table for hook in table.values())
+    for hook in (hook for table in tables if table for hook in table.values()):
+        yield hook.hook if isinstance(hook, _WrappedHook) else hook
 
 
 def submodules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -336,7 +336,7 @@ class _Walker:
             path, value, self._holder = self._waiting.popleft()
             self._is_of_library = is_object_of_library(class_of(value))
             in_component = id(value) in self._foreign.of_components
-            is_saved = value in self._foreign and not self._holder.lacks_state
+            is_saved = value is self._holder.value and self._holder.is_saved
             self._left_out, self._data_only = (), ()
             if isinstance(value, nn.Module):
                 self._left_out = attributes_set_by(_LIGHTNING, type(value))
