@@ -39,7 +39,7 @@ def test_a_killed_run_continues_exactly(kit: Kit, sharding: str, kill: str) -> N
     kit.assert_exact(cell(KILLS[kill], sharding=sharding))
 
 
-@pytest.mark.full
+@pytest.mark.quick("ZeRO-3")
 @pytest.mark.parametrize("sharding", ["ZeRO-1", "ZeRO-3"])
 def test_each_stage_continues_exactly(kit: Kit, sharding: str) -> None:
     kit.assert_exact(cell(KILLS["twice in one epoch"], sharding=sharding))
@@ -52,7 +52,7 @@ def test_accumulated_and_validated_it_continues_exactly(kit: Kit, sharding: str)
     kit.assert_exact(cell((KillPoint.step(2), KillPoint.step(4)), **options))
 
 
-@pytest.mark.quick("FSDP2-optimizer")
+@pytest.mark.quick("FSDP2-optimizer", "ZeRO-2-optimizer")
 @pytest.mark.parametrize("component", ["optimizer", "rng"])
 @pytest.mark.parametrize("sharding", ["FSDP2", "ZeRO-2"])
 def test_a_component_left_out_is_caught_and_named(kit: Kit, sharding: str, component: str) -> None:
