@@ -349,7 +349,8 @@ class RecordingSampler:
         if packed is None or latest is None:
             return None
         num_drawn = len(packed) + len(self.drawn)
-        if self._known[0] != num_drawn:
+        # Of a sampler that has given its last index the order may be known after its end only.
+        if self._known[0] != num_drawn or self._known[1] is None:
             rest = rest_of(self.followed.iterator)
             given = [*packed, *map(packed_integers, self.drawn)]
             like = latest[0] if type(self.inner) is BatchSampler else latest
