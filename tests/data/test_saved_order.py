@@ -250,7 +250,7 @@ def test_a_resume_keeps_the_rng_state_of_the_start_of_the_epoch(workers: int) ->
     again.open(loader, "train").begin(0)
     assert state_of_start(again.state_dict()) == state_of_start(saved)
     other = copy.deepcopy(saved)
-    other["train"]["start"]["after_iter"][0]["torch"][40] += 1
+    other["train"]["start"]["at_iter"]["torch"][40] += 1
     assert state_of_start(other) != state_of_start(saved)
 
 
