@@ -322,6 +322,8 @@ def _iterates_as(value: Any, module: str, name: str) -> bool:
 _NESTED = ("batch_sampler", "sampler", "data_sampler")
 # What the names of generators begin with from which samples draw, and not their order.
 DATASET_PREFIXES = ("dataset.", "collate_fn.")
+# An order that is known once the sampler has drawn it all, and what it is drawn again from if not.
+_ORDER_AHEAD = ("order", "objects")
 
 
 def without_prefetch(state: dict[str, Any]) -> dict[str, Any]:
@@ -330,7 +332,8 @@ def without_prefetch(state: dict[str, Any]) -> dict[str, Any]:
         return state
     states = state["generators"]
     of_samples = [name for name in states if name.startswith(DATASET_PREFIXES)]
-    return {**state, "generators": {name: states[name] for name in of_samples}}
+    known = {key: each for key, each in state.items() if key not in _ORDER_AHEAD}
+    return {**known, "generators": {name: states[name] for name in of_samples}}
 
 
 def samplers_of(loader: Any) -> Iterator[tuple[str, Any]]:

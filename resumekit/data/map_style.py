@@ -38,7 +38,14 @@ from resumekit.data.loader_traits import (
     known_length,
     private_generators,
 )
-from resumekit.data.seeking import RecordingSampler, Seek, find_seeker, is_reshared, unpack_order
+from resumekit.data.seeking import (
+    RecordingSampler,
+    Seek,
+    find_seeker,
+    is_reshared,
+    start_of,
+    unpack_order,
+)
 from resumekit.data.source import Source, user_objects
 from resumekit.data.stream_objects import MakeUserState, ObjectsAtStart
 from resumekit.data.workers import (
@@ -107,7 +114,6 @@ class MapSource(Source):
         self._inherited: dict[str, Any] = {}  # names the epoch's order, if our sampler does not
         self._framework_changed = False  # the current epoch was begun under another framework
         self._former_workers: int | None = None  # their number when the checkpoint was written
-        self._before: dict[str, Any] | None = None
         self._workers: dict[int, dict[str, bytes]] = {}
         self._checked = 0  # samples of the order that were drawn again and compared
         self._at_start: Any = None  # a copy of an unknown sampler as it was when the epoch began
@@ -178,7 +184,7 @@ class MapSource(Source):
     def _begin_fresh(self) -> None:
         # torch 2.13 utils/data/dataloader.py DataLoader keeps that of persistent workers here.
         if self._copy.__dict__["_iterator"] is None:
-            self._before = self._rng.state_dict()
+            self._sampler.seeding = None
             self._workers = {}
             self._attach_worker_states({}, num_padding=0)
         self._samples = self._since = 0
@@ -199,7 +205,7 @@ class MapSource(Source):
 
     def _continue_epoch(self, pending: Mapping[str, Any]) -> None:
         """Builds the iterator as the interrupted run had it; the generators are set afterwards."""
-        self._before = pending["before"]
+        self._sampler.seeding = pending["before"]
         self._workers = {int(each): state["states"] for each, state in pending["workers"].items()}
         saved = self._saved_start = pending.get("objects")
         if saved is not None:
@@ -221,9 +227,9 @@ class MapSource(Source):
                 num_batches=self.batch,
                 draws=pending["draws"],
             )
-        elif self._workers:
+        elif self._workers and self.traits.num_workers:
             # Persistent workers outlive the epoch: the first iterator of this process draws a seed
-            # that the interrupted run's did not draw here.
+            # that the interrupted run's drew in an earlier epoch.
             self._record_start()
             seek = Seek(at_iter=self._rng.state_dict())
         else:
@@ -231,8 +237,8 @@ class MapSource(Source):
             return
         self._sampler.seek(seek)
         self._attach_worker_states(self._workers, seek.num_padding)
-        if self._before is not None:
-            self._load_rng(self._before)
+        if pending["before"] is not None:
+            self._load_rng(pending["before"])
         self._iterator = iterate_copy(self._copy, self._kept, self.batch)
         self._discard_padding(seek.num_padding)
         if saved is not None and self._objects is not None:
@@ -251,8 +257,7 @@ class MapSource(Source):
         if is_reshared(pending):
             self._since = pending["samples"]
             self._inherited = {key: pending[key] for key in ("order_name", "start")}
-            return {}
-        return pending["start"] or {}
+        return start_of(pending)
 
     def _discard_padding(self, num_padding: int) -> None:
         # Each padding that is taken out lets the loader ask the sampler for one more batch: after
@@ -396,9 +401,8 @@ class MapSource(Source):
         batching = Batching.of(loader)
         describe = partial(order_name, batching.sampler, private)
         again = RecordingSampler(inner, RngState(private), describe)
-        start = {} if is_reshared(state) else state["start"] or {}
         seeker = find_seeker(state, batching, describe, again.followed, where=self.name)
-        draws, num_batches = state["draws"], state["batch"]
+        start, draws, num_batches = start_of(state), state["draws"], state["batch"]
         again.seek(Seek(**start, seeker=seeker, eager=True, num_batches=num_batches, draws=draws))
         iter(again)
 
@@ -431,7 +435,7 @@ class MapSource(Source):
             **(self._epoch_state(mark) if under_way else _NO_EPOCH),
             "sampler": sampler_setting(self._order_name()),
             "num_workers": self.traits.num_workers,
-            "before": self._before if keep_workers else None,
+            "before": self._sampler.seeding if keep_workers else None,
             "workers": {worker: {"states": states} for worker, states in workers.items()},
         }
 
@@ -445,7 +449,8 @@ class MapSource(Source):
         return {
             **({"objects": self._saved_start} if is_set else {}),
             "order_name": sampler.order_name,
-            "start": None if batching.has_random_access else dict(sampler.start),
+            # Nothing reads the last field: it is kept for the format.
+            "start": None if batching.has_random_access else {**sampler.start, "after_iter": []},
             **self._inherited,
             "order": order,
             "draws": mark.draws if order is None else {},

@@ -216,7 +216,6 @@ class Seek:
     Args:
         at_iter: the RNG state when the iterator was made; None asks for no state in particular.
         at_first: the state just before its first item; None likewise.
-        after_iter: the states when the iterator was there; a loader with workers makes it twice.
         items: the sampler's order where it was saved; the sampler is not asked then.
         seeker: how to get to the position.
         num_padding: the empty batches to yield first, which keep each worker's turn.
@@ -228,18 +227,12 @@ class Seek:
 
     at_iter: Mapping[str, Any] | None = None
     at_first: Mapping[str, Any] | None = None
-    after_iter: Sequence[Mapping[str, Any]] = ()
     items: Sequence[Any] | None = None
     seeker: Seeker = at_start
     num_padding: int = 0
     eager: bool = False
     num_batches: int = 0
     draws: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def keeps_worker_seed(self) -> bool:
-        """Whether a loader with workers begins again in the middle of an epoch."""
-        return self.at_first is not None and not self.eager
 
 
 EPOCH_START = Seek()
@@ -267,6 +260,7 @@ class RecordingSampler:
 
     Attributes:
         start: the RNG state at the two moments at which ``inner`` may draw its order, see ``Seek``.
+        seeding: the RNG state from which the loader drew its workers' seed; None: it is about to.
     """
 
     def __init__(
@@ -275,20 +269,22 @@ class RecordingSampler:
         self.inner = inner
         self.followed = FollowedSampler()
         self.drawn: deque[Any] = deque()
-        self.start: dict[str, Any] = {"at_iter": None, "at_first": None, "after_iter": []}
+        self.start: dict[str, Any] = {"at_iter": None, "at_first": None}
+        self.seeding: dict[str, Any] | None = None
         self.order = OrderDigest()
         self.order_name: dict[str, Any] = {}
         self.tape = FetchRecorder() if may_draw_lazily(inner) else None
         self._rng = rng
         self._describe = describe
         self._seek = EPOCH_START
+        self._seeds_again = False  # the next iteration leaves the RNG state behind that it found
         self._stopped = False
         self._latest: Any = None  # of what was drawn, or of an order that was saved
         self._known: tuple[int, dict[str, Any] | None] = (0, None)  # the order, and of what time
 
     def seek(self, seek: Seek) -> None:
-        """Makes the next iteration begin there."""
-        self._seek = seek
+        """Makes the next iteration begin there; workers are seeded from the RNG state it finds."""
+        self._seek, self._seeds_again = seek, not seek.eager
 
     def stop(self) -> None:
         """Gives no more in this iteration, and draws nothing either."""
@@ -309,29 +305,22 @@ class RecordingSampler:
         self._stopped = False
         is_unknown = self._describe().get("kind") == UNKNOWN
         self.order = OrderDigest(packed=[] if is_unknown else None)
-        seek, after = self._seek, None
+        seek = self._seek
         if seek.items is not None and len(seek.items):
             self._latest = seek.items[:1] if type(self.inner) is BatchSampler else seek.items[0]
-        # torch 2.13 utils/data/dataloader.py _MultiProcessingDataLoaderIter asks twice when it is
-        # made, and draws the workers' seed in between.
-        made = [] if self.start["at_first"] is not None else self.start["after_iter"]
-        if seek.items is not None:
-            after = seek.after_iter[min(len(made), len(seek.after_iter) - 1)]
-        elif seek.keeps_worker_seed:
-            # The loader draws its workers' seed next. It must find the RNG state that this very
-            # call left behind in the interrupted run, while the order is drawn from another one.
-            iter(self.inner)
-            after = self._rng.state_dict()
+        found = self._rng.state_dict() if self._seeds_again else None
+        self._seeds_again = False
         if seek.at_iter is not None:
             self._rng.load_state_dict(seek.at_iter)
         self.start = {"at_iter": self._rng.state_dict(), "at_first": None}
         inner = self._begin_inner(seek.items)
-        if is_unknown:  # as it is before an eager seek sets that of the first item
-            made = [*made, self._rng.state_dict() if after is None else after]
-        self.start["after_iter"] = made
         rest = self._seek_position(inner) if seek.eager else None
-        if after is not None:
-            self._rng.load_state_dict(after)
+        # torch 2.13 utils/data/dataloader.py _MultiProcessingDataLoaderIter asks twice when it is
+        # made, and draws the workers' seed in between.
+        if found is not None:
+            self._rng.load_state_dict(found)
+        elif self.seeding is None:
+            self.seeding = self._rng.state_dict()
         return self._indices(inner, rest)
 
     def _begin_inner(self, items: Sequence[Any] | None) -> Iterator[Any]:
@@ -349,7 +338,8 @@ class RecordingSampler:
         if packed is None or latest is None:
             return None
         num_drawn = len(packed) + len(self.drawn)
-        if self._known[0] != num_drawn:
+        # Of a sampler that has given its last index the order may be known after its end only.
+        if self._known[0] != num_drawn or self._known[1] is None:
             rest = rest_of(self.followed.iterator)
             given = [*packed, *map(packed_integers, self.drawn)]
             like = latest[0] if type(self.inner) is BatchSampler else latest
@@ -427,6 +417,12 @@ def find_seeker(
 def is_reshared(state: Mapping[str, Any]) -> bool:
     """Whether the rest of the epoch is not the one that the loader's own sampler gives."""
     return bool(state.get("reshared")) or state["used"]["since"] > 0
+
+
+def start_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What the loader's own sampler is to draw the current epoch from, see ``Seek``."""
+    start = {} if is_reshared(state) else state["start"] or {}
+    return {moment: start[moment] for moment in ("at_iter", "at_first") if moment in start}
 
 
 def used_here(state: Mapping[str, Any]) -> int:

@@ -38,6 +38,7 @@ from resumekit.errors import (
     InexactError,
     UnsupportedValueError,
 )
+from resumekit.serialization.digests import state_digest
 from resumekit.state import Fidelity
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # two cores
@@ -269,6 +270,31 @@ def test_every_kind_of_position_continues_without_workers(kind: str, position: i
 @pytest.mark.parametrize("kind", ["with a generator", "drawing as it goes"])
 def test_neither_workers_nor_prefetching_change_a_number(kind: str, more: dict[str, Any]) -> None:
     assert run_through(kind, workers(2, **more)) == run_through(kind, workers(0))
+
+
+@pytest.mark.parametrize("kind", ["with replacement", "drawing as it goes"])
+def test_what_equal_runs_have_in_common_does_not_depend_on_workers(kind: str) -> None:
+    def common(loop: Loop) -> str:
+        return state_digest(loop.position.comparable_state())
+
+    def states(number: int) -> list[str]:
+        seed_everything(1)
+        loop, found = Loop(LOADERS[kind](workers(number))), []
+        while position_of(loop.source)[0] < EPOCHS:
+            loop.run(stop_after=len(loop.seen) + 1)
+            found.append(common(loop))
+        return found
+
+    expected = states(0)
+    assert len(set(expected)) == len(expected)
+    assert states(2) == states(3) == expected
+    saved, used = None, 0
+    for length, settings in LEGS:
+        seed_everything(used + 1)
+        loop = Loop(LOADERS[kind](settings), saved)
+        saved = loop.run(stop_after=length)
+        used += len(loop.seen)
+        assert common(loop) == expected[used - 1], used
 
 
 @pytest.mark.parametrize("left_out", ["seed", "start", "rng"])

@@ -19,6 +19,7 @@ from torch.utils.data import (
     Sampler,
     WeightedRandomSampler,
     default_collate,
+    get_worker_info,
 )
 
 from resumekit.capture.rng import RngState
@@ -26,6 +27,7 @@ from resumekit.data import DistributedResumableSampler, ResumableSampler
 from resumekit.data.position import DataPosition, open_source
 from resumekit.data.workers import read_states
 from resumekit.errors import ConfigurationError, DataPositionError
+from resumekit.serialization.digests import state_digest
 from resumekit.state import Fidelity
 
 EPOCHS = 3
@@ -351,6 +353,33 @@ def test_a_worker_init_fn_that_seeds_does_not_undo_the_restored_random_state(wor
         assert loop(stops[stop]).run() == expected[stop:], stop
 
 
+class Seeds(Noisy):
+    """Gives the seed of its worker, as a dataset does that makes a generator for each sample."""
+
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        return index, info.seed
+
+
+@pytest.mark.parametrize("workers", ["fresh workers", "persistent workers"])
+@pytest.mark.parametrize("kind", ["shuffle", "replacement", "eager batch sampler"])
+def test_workers_keep_their_seed_and_later_states_are_the_same(kind: str, workers: str) -> None:
+    def loop(saved: dict[str, Any] | None = None) -> Loop:
+        return Loop(LOADERS[kind](Seeds(), WORKERS[workers]), saved)
+
+    seed_everything(1)
+    stops: list[dict[str, Any]] = []
+    expected = loop().run(stops)
+    digests = [state_digest(each) for each in stops]
+    for stop in (*kill_points(stops), len(stops) - 3):
+        seed_everything(1234)
+        again: list[dict[str, Any]] = []
+        assert loop(stops[stop]).run(again) == expected[stop:], stop
+        found = [state_digest(each) for each in again[1:]]
+        assert found == digests[stop + 1 :], stop
+
+
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # a machine may have two cores
 def test_three_persistent_workers_keep_their_order_into_the_next_epoch() -> None:
     expected, stops = uninterrupted("shuffle", "three persistent workers")
@@ -364,6 +393,9 @@ def test_an_epoch_that_no_workers_begin_after_persistent_ones_continues_bit_for_
     stops: list[dict[str, Any]] = []
     saved = boundaries[len(boundaries) // EPOCHS]
     expected = Loop(LOADERS["shuffle"](Noisy(), {}), saved).run(stops)
+    RngState().load_state_dict(saved["rng"])
+    stock = [train_on(batch) for batch in LOADERS["shuffle"](Noisy(), {})]
+    assert expected[: len(stock)] == stock
     for used in (1, 3):
         assert continued("shuffle", "no workers", stops[used]) == expected[used:], used
 

@@ -26,6 +26,7 @@ from resumekit.capture.user_state.walk import content_digest
 from resumekit.data.position import DataPosition
 from resumekit.data.seeking import pack_order, packed_integers, rest_of, unpack_order
 from resumekit.errors import DataPositionError
+from resumekit.serialization.digests import state_digest
 from resumekit.state import Fidelity
 
 ORDER = [5, 3, 8, 1, 9]
@@ -249,13 +250,37 @@ def test_a_resume_keeps_the_rng_state_of_the_start_of_the_epoch(workers: int) ->
     again.open(loader, "train").begin(0)
     assert state_of_start(again.state_dict()) == state_of_start(saved)
     other = copy.deepcopy(saved)
-    other["train"]["start"]["after_iter"][0]["torch"][40] += 1
+    other["train"]["start"]["at_iter"]["torch"][40] += 1
     assert state_of_start(other) != state_of_start(saved)
 
 
 def state_of_start(state: Any) -> Any:
     start = {n: each for n, each in state["train"]["start"].items() if each is not None}
     return content_digest(start, limit_bytes=2**20)
+
+
+def test_an_order_that_is_known_at_its_end_is_the_same_after_a_resume() -> None:
+    data = Rows(24)  # six whole batches: the sampler has given all before it is asked once more
+
+    def source(position: DataPosition) -> Any:
+        sampler = RandomSampler(data, replacement=True)
+        return position.open(DataLoader(data, 4, sampler=sampler, num_workers=2), "train")
+
+    torch.manual_seed(1)
+    position, again = DataPosition(), DataPosition()
+    whole = source(position)
+    whole.begin(0)
+    orders = []
+    for _ in range(4):
+        orders.append(position.state_dict()["train"].get("order"))
+        whole.next_batch()
+    assert orders[2] is None  # 24 indices were fetched ahead, also before the third batch
+    saved = position.state_dict()
+    assert saved["train"]["order"] is not None
+    again.load_state_dict(copy.deepcopy(saved))
+    torch.manual_seed(2)
+    source(again).begin(0)
+    assert state_digest(again.state_dict()) == state_digest(saved)
 
 
 def test_an_order_whose_end_was_fetched_ahead_is_found() -> None:
