@@ -322,18 +322,16 @@ def _iterates_as(value: Any, module: str, name: str) -> bool:
 _NESTED = ("batch_sampler", "sampler", "data_sampler")
 # What the names of generators begin with from which samples draw, and not their order.
 DATASET_PREFIXES = ("dataset.", "collate_fn.")
-# An order that is known once the sampler has drawn it all, and what it is drawn again from if not.
-_ORDER_AHEAD = ("order", "objects")
 
 
 def without_prefetch(state: dict[str, Any]) -> dict[str, Any]:
     """A position inside an epoch, without how far prefetching has drawn the epoch's order."""
     if not state["batch"]:
         return state
-    states = state["generators"]
-    of_samples = [name for name in states if name.startswith(DATASET_PREFIXES)]
-    known = {key: each for key, each in state.items() if key not in _ORDER_AHEAD}
-    return {**known, "generators": {name: states[name] for name in of_samples}}
+    # The order is there once the sampler has drawn it all, what it is drawn again from before that.
+    known = {key: each for key, each in state.items() if key not in ("order", "objects")}
+    found = state["generators"].items()
+    return {**known, "generators": {n: each for n, each in found if n.startswith(DATASET_PREFIXES)}}
 
 
 def samplers_of(loader: Any) -> Iterator[tuple[str, Any]]:
