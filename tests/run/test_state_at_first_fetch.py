@@ -391,8 +391,7 @@ def test_a_fetch_after_one_that_was_refused_restores_the_state_again(tmp_path: P
     again = Training(tmp_path / "run", lambda job: None, seed=5, loop="batches")
 
     def grow(job: Training) -> None:
-        with torch.no_grad():
-            job.model.layers[0].weight.zero_()
+        scale_data(job)
         job.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 0.5})
 
     batches = again.checkpointer.batches(again.loader, epochs=NUM_EPOCHS)
