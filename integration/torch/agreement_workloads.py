@@ -65,7 +65,7 @@ def schedule_by_rank(directory: str) -> None:
         loader = DataLoader(TensorDataset(torch.randn(12, 2)), batch_size=1)
         used = []
         for (batch,) in checkpointer.batches(loader, epochs=1):
-            used.append(scheduler.get_last_lr()[0])
+            used.append(float(scheduler.get_last_lr()[0]))
             model(batch).sum().backward()
             optimizer.step()
             scheduler.step()
