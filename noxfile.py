@@ -101,7 +101,7 @@ def integration(session: nox.Session) -> None:
 
 @nox.session
 def full(session: nox.Session) -> None:
-    """Every test and every cell of the matrices; an hour, by name only. Its figures are recorded.
+    """Every test and every cell of the matrices; hours, by name only. Its figures are recorded.
 
     Arguments are passed to pytest: ``nox -s full -- integration/lightning`` runs a part.
     """
