@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 
 from resumekit.cli import main
-from resumekit.launcher.processes import is_running, kill_processes
+from resumekit.launcher.processes import handled_signals, is_running, kill_processes
 from resumekit.replay.isolation import Isolation, outermost
 from resumekit.replay.mounts import NOT_POSSIBLE
 
@@ -321,12 +321,13 @@ def test_a_signal_ends_the_command_and_leaves_nothing(
 ) -> None:
     waits = f"{trap}; sleep 300 & echo $!; wait"
     replay = ("replay", "runs/a", "--from", "20", "--", "sh", "-c", waits)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "resumekit.cli", *replay],
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    with handled_signals(signal.SIG_DFL, number):  # ignored where the tests run under nohup
+        process = subprocess.Popen(
+            [sys.executable, "-m", "resumekit.cli", *replay],
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
     assert process.stdout is not None
     with process.stdout as output:
         child = int(output.readline())
