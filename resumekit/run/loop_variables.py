@@ -16,11 +16,13 @@ from typing import Any
 from weakref import ref
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from resumekit.capture.nested_state import class_name, require_fields
 from resumekit.capture.slots import is_training, slot_of
 from resumekit.capture.user_state.attributes import Holder
+from resumekit.capture.user_state.exclusions import Foreign
 from resumekit.capture.user_state.user_state import UserState, label_of
 from resumekit.capture.user_state.value_types import SCALARS, is_code, is_left_out
 from resumekit.capture.user_state.walk import Paths, Seen, Walk
@@ -57,10 +59,12 @@ from resumekit.run.unsaved_changes import (
 from resumekit.state import CaptureLine, Fidelity, Resplit, Slot, WorldChange
 
 # Plain values: all that is kept of the variables at an epoch's start. The rest is read at the save.
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.ndarray, np.generic)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
+_NOT_PLAIN = object()
+_MAX_COPIED_BYTES = 1 << 20  # of a tensor or an array
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _MAX_DEPTH = 100  # of containers in each other
-_MAX_NESTED = 1000  # values of a container that is looked through for others
+_MAX_NESTED = 100_000  # values of a container that is looked through for others
 
 _AT_EPOCH = "@epoch"  # ends the name of a frame's variables as they were when the epoch began
 
@@ -184,13 +188,12 @@ class LoopVariables(UserState):
             self._before_epoch = dict(self._paths)
         self._epoch_fetch = {each.code: each.lasti for each in frames}
         self._epoch_sites = [each.site.as_plain() for each in frames]
-        if self._saved is not None:
-            self._set(frames, is_batch=False)
+        later = set() if self._saved is None else self._set(frames, is_batch=False)
         self._epoch_counts = self._counts_of(frames)
         self._at_epoch = {}
-        for name, holder in self._holders_of(frames).items():
-            plain = {key: each for key, each in vars(holder.value).items() if _is_plain(each)}
-            self._at_epoch[f"{name}{_AT_EPOCH}"] = Holder(SimpleNamespace(**plain))
+        for name, values in self._plain_variables(frames).items():
+            then = {key: each for key, each in values.items() if f"{name}.{key}" not in later}
+            self._at_epoch[f"{name}{_AT_EPOCH}"] = Holder(SimpleNamespace(**then))
         if self._has_operands and self._has_batch:
             self._holders = self._all_holders(frames)
             seen = self._walk().seen
@@ -228,6 +231,15 @@ class LoopVariables(UserState):
             kept = {k: v for k, v in values.items() if not (has_loop(v) or is_counter(v, asked))}
             holders[name] = Holder(SimpleNamespace(**kept), frame=named[name].frame)
         return holders
+
+    def _plain_variables(self, frames: Sequence[LiveFrame]) -> dict[str, dict[str, Any]]:
+        """Copies of what is plain among the live variables of each frame."""
+        foreign = Foreign(self._scope.foreign(), (), {}, ())
+        copies: dict[str, dict[str, Any]] = {}
+        for name, holder in self._holders_of(frames).items():
+            of_frame = ((k, _plain_copy(each, foreign)) for k, each in vars(holder.value).items())
+            copies[name] = {key: each for key, each in of_frame if each is not _NOT_PLAIN}
+        return copies
 
     def _frames(self) -> list[LiveFrame]:
         owner = self._owner()
@@ -413,7 +425,8 @@ class LoopVariables(UserState):
         """Without variables that are the script's, and were when the epoch began.
 
         A variable that the function may still write is saved, whatever value it has: code that a
-        resume runs again may compute another one from what was restored.
+        resume runs again may compute another one from what was restored. So is one that had
+        another value when the epoch began.
         """
         changed = [
             path
@@ -421,7 +434,9 @@ class LoopVariables(UserState):
             if _AT_EPOCH not in path
             or self._first.get(path.replace(_AT_EPOCH, "", 1)) != found.seen[path].digest
         ]
-        written = self._stored & found.seen.keys() - {*changed} if self._mode == RESTORE else ()
+        at_epoch = {path.replace(_AT_EPOCH, "", 1) for path in changed if _AT_EPOCH in path}
+        written = self._stored | at_epoch if self._mode == RESTORE else set[str]()
+        written = written & found.seen.keys() - {*changed}
         return [*changed, *(path for path in sorted(written) if self._may_differ(found.seen[path]))]
 
     def _may_differ(self, seen: Seen) -> bool:
@@ -483,13 +498,18 @@ class LoopVariables(UserState):
     def after_rng_restore(self) -> None:
         pass  # the fetch restores
 
-    def _set(self, frames: Sequence[LiveFrame], *, is_batch: bool, is_over: bool = False) -> None:
+    def _set(
+        self, frames: Sequence[LiveFrame], *, is_batch: bool, is_over: bool = False
+    ) -> set[str]:
         """Sets what the checkpoint has of the running functions.
 
         Args:
             frames: of the fetch.
             is_batch: a batch follows: nothing can be set later.
             is_over: the run is finished: some objects may not be made any more.
+
+        Returns:
+            Paths of variables that have a value of later than the start of the epoch.
         """
         assert self._saved is not None
         saved = self._saved
@@ -506,15 +526,21 @@ class LoopVariables(UserState):
             is_script=not (is_batch and self._epoch_fetch),
         )
         named, slots = name_frames(frames), saved["slots"]
+        made = {} if is_there or is_over else self._plain_variables(frames)
         if not is_there or "edited" in matches:
             slots = [each for each in slots if _is_read(each, named)]
         restored = {*self._restore({**saved, "slots": slots}, found, skips=is_over or not is_there)}
         if not is_there:
             self._restore({**saved, "slots": saved["at_epoch"]}, self._walk(), skips=True)
+        later: set[str] = set()
         for name, frame in named.items():
             values = self._values(name, restored)
-            if not is_there:
-                values.update(self._values(f"{name}{_AT_EPOCH}", restored))
+            if not (is_there or is_over):
+                then, known = f"{name}{_AT_EPOCH}", saved["script"]["digests"].keys()
+                kept = {each for each in values if f"{then}.{each}" in known}  # or the script's
+                later.update(f"{name}.{each}" for each in values.keys() - kept)
+                values.update((each, v) for each, v in made.get(name, {}).items() if each in kept)
+                values.update(self._values(then, restored))
             frame.set(values)
         if self._has_counters and not is_over:
             counts = saved["script"].get("counts" if is_there else "epoch_counts")
@@ -523,6 +549,7 @@ class LoopVariables(UserState):
             self._saved = None
             self._note_edited(saved)
             self._note(moved_ranges(saved["script"].get("ranges", {}), self._ranges))
+        return later
 
     def _set_counts(self, frames: Sequence[LiveFrame], saved: EnumerateCounts | None) -> None:
         """Sets the counts around the fetch; a line where that is not possible."""
@@ -564,14 +591,28 @@ def _is_read(entry: Sequence[Any], frames: Mapping[str, LiveFrame]) -> bool:
     return frame is None or name in frame.names
 
 
-def _is_plain(value: Any, depth: int = 0) -> bool:
-    """Whether it holds plain values alone; a tensor with a graph would keep its activations."""
+def _plain_copy(value: Any, foreign: Foreign, depth: int = 0) -> Any:
+    """A copy of what holds plain values alone, without graphs; ``_NOT_PLAIN`` for all else.
+
+    What is saved elsewhere, and large memory, is not copied.
+    """
     if isinstance(value, Tensor):
-        return value.grad_fn is None
+        is_strided = value.layout is torch.strided
+        if not is_strided or value.nbytes > _MAX_COPIED_BYTES or value in foreign:
+            return value if value.grad_fn is None else _NOT_PLAIN
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    if isinstance(value, np.ndarray):
+        return value if value.nbytes > _MAX_COPIED_BYTES else value.copy()
     if depth > _MAX_DEPTH or type(value) not in _CONTAINERS:
-        return isinstance(value, _PLAIN)
+        return value if isinstance(value, _PLAIN) else _NOT_PLAIN
     items = [*value.values()] if isinstance(value, dict) else [*value]
-    return len(items) <= _MAX_NESTED and all(_is_plain(each, depth + 1) for each in items)
+    if len(items) > _MAX_NESTED:
+        return _NOT_PLAIN
+    copies = [_plain_copy(each, foreign, depth + 1) for each in items]
+    if any(each is _NOT_PLAIN for each in copies):
+        return _NOT_PLAIN
+    kind: Any = type(value)
+    return dict(zip(value, copies, strict=True)) if isinstance(value, dict) else kind(copies)
 
 
 def _elsewhere(frames: Sequence[LiveFrame], sites: Sequence[Site]) -> StateMismatchError:

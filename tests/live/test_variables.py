@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,9 +51,9 @@ class Trained:
         settings = {"save_every": 3, **options}
         self.ckpt = Checkpointer(directory, model=self.model, optimizer=self.optimizer, **settings)
 
-    def step(self, batch: Any, scale: float = 1.0) -> torch.Tensor:
+    def step(self, batch: Any, scale: Any = 1.0) -> torch.Tensor:
         inputs, labels = batch
-        loss = nn.functional.mse_loss(self.model(inputs), labels) * scale
+        loss = (nn.functional.mse_loss(self.model(inputs), labels) * scale).sum()
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
@@ -111,6 +113,39 @@ def one_epoch(parts: Trained, scale: float) -> float:
     return sum_of_losses
 
 
+def with_starts(parts: Trained) -> Any:
+    total, last, losses, mean = 0.0, None, [], torch.zeros(())
+    for epoch in parts.ckpt.epochs(3):
+        known = (total, last if last is None else last.item(), losses, mean.item())
+        sys.stdout.write(f"{epoch} {known}\n")
+        for batch in parts.ckpt.batches(parts.loader):
+            last = parts.step(batch)
+            total += last.item()
+            losses.append(last.item())
+            mean.lerp_(last.detach(), 0.1)
+    return total, last, losses, mean.item()
+
+
+def with_shared(parts: Trained) -> Any:
+    log = SimpleNamespace(losses=[], mean=torch.zeros(2), phase={"is_late": False})
+    losses, mean, last_mean, phase = log.losses, log.mean, log.mean[1:], log.phase
+    weight = torch.ones(1, requires_grad=True)
+    log.weights = [weight]
+    for epoch in parts.ckpt.epochs(3):
+        sys.stdout.write(f"{epoch} {losses} {mean} {last_mean} {phase} {weight}\n")
+        phase["is_late"] = False
+        for batch in parts.ckpt.batches(parts.loader):
+            scale = 1 + len(losses) + len(log.losses) + float(last_mean + log.mean[1] + mean[1])
+            loss = parts.step(batch, scale + log.phase["is_late"] + weight)
+            losses.append(loss.item())
+            with torch.no_grad():
+                log.weights[0] -= 0.1 * weight.grad
+            weight.grad = None
+            log.mean.lerp_(loss.detach(), 0.1)
+        phase["is_late"] = True
+    return losses, mean.tolist()
+
+
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [each.message for each in caplog.records if each.levelno >= logging.WARNING]
 
@@ -131,15 +166,29 @@ def test_without_them_the_training_differs(tmp_path: Path, train: Train) -> None
     assert losses_of(train, tmp_path / "run", 5, loop_variables="off") != whole
 
 
+@pytest.mark.parametrize("crashes", [(2,), (3, 4), (6,), (6, 8), (7, 8), (9, 10, 11)])
+@pytest.mark.parametrize("train", [with_starts, with_shared])
+def test_an_epoch_begins_again_with_what_it_began_with(
+    tmp_path: Path, train: Train, crashes: tuple[int, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = losses_of(train, tmp_path / "whole")
+    begun = capsys.readouterr().out.splitlines()
+    assert losses_of(train, tmp_path / "run", *crashes, save_every=1) == whole
+    again = capsys.readouterr().out.splitlines()
+    assert len(again) > len(begun) == 3
+    assert {*again} == {*begun}
+
+
 def test_strict_starts_without_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     losses_of(with_sums, tmp_path / "run", 5, 8, strict=True)
     assert warnings(caplog) == []
 
 
-def test_a_finished_run_gives_its_variables_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("train", [scaled, with_starts])
+def test_a_finished_run_gives_its_variables_again(tmp_path: Path, train: Train) -> None:
     Records.losses = {}
-    first = launched(scaled, tmp_path)
-    assert launched(scaled, tmp_path) == first != 1.0
+    first = launched(train, tmp_path)
+    assert launched(train, tmp_path) == first != 1.0
 
 
 def left_by_break(parts: Trained) -> None:
