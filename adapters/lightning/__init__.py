@@ -143,6 +143,8 @@ class ResumeCallback(Callback):
             private.DATALOADER.write(source, partial(self._loops.request_validation, ask))
             limits = {unit: limit for unit, (limit, _) in limits_of(trainer).items() if limit > 0}
             self._loop = self._checkpointer.drive(one_at_a_time=True, **limits)
+            if not limits:
+                self._loop.accept_horizon()
             prepare(trainer, components, self._loop.progress.epoch, self._loop.saved)
             self._loop.resume()
             if self._loops.was_requested:  # before it was known for which epoch

@@ -861,6 +861,8 @@ def test_another_horizon_is_refused_unless_it_is_allowed(tmp_path: Path) -> None
     fit(ResumeCallback(tmp_path), max_epochs=1)
     with pytest.raises(DriftError, match="epochs=2, expected epochs=1"):
         fit(ResumeCallback(tmp_path))
+    with pytest.raises(DriftError, match="no limit, expected epochs=1"):
+        fit(ResumeCallback(tmp_path), max_epochs=-1)
     recorder = Recorder()
     trainer = fit(recorder, ResumeCallback(tmp_path, allow_changes={"horizon"}))
     assert recorder.events == ["start at step 12 of epoch 1", "epoch 1", "end"]

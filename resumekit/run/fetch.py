@@ -1,12 +1,13 @@
 """What happens when a loader begins an epoch; at the first one of a launch the resume ends.
 
 ``Batches.__next__`` in ``loops.py`` calls ``enter_loop`` at the first fetch of a loop without
-``repeat``, then passes the safe point, and calls ``begin`` for each epoch; other fetches call
-nothing here. The first ``begin``:
+``repeat``, then passes the safe point if that loop leads, and calls ``begin`` for each epoch.
+``begin`` comes first where a loader has to see its end (``_see_end``), and where a framework begins
+an epoch early (``prime``). Other fetches call nothing here. The first ``begin``:
 
 1. ``restore_again``: what the script has changed since the loop began is restored again.
 2. The loader takes its position, and the RNG state is set: inside an epoch in this order; where an
-   epoch starts the RNG state comes first, because the loader draws from it.
+   epoch starts the RNG state and 3 come first, because the loader draws from it.
 3. States that are ``AfterRng`` are set, and the run is ``Running``.
 4. ``Batches`` gives the loop's variables back, then fetches the batch.
 
@@ -36,7 +37,6 @@ def enter_loop(run: RunState, owner: Any, feed: Feed) -> None:
     run.variables.enter(owner)
 
 
-@collector_paused()
 def begin(run: RunState, feed: Feed, epoch: int) -> None:
     """Begins or continues an epoch of a loader, at the random state that it needs. Collective.
 
@@ -64,8 +64,9 @@ def begin(run: RunState, feed: Feed, epoch: int) -> None:
 def restore_again(run: RunState) -> None:
     """Restores once more what the script has changed since the loop began; once. Collective.
 
-    Does nothing after a fresh start and in a framework's loop. States that are ``AfterRng``, the
-    data position and the RNG state are no part of it.
+    Compares digests, and reads the checkpoint only where one differs. Does nothing after a fresh
+    start and in a framework's loop. States that are ``AfterRng``, the data position and the RNG
+    state are no part of it.
 
     Raises:
         InexactError: ``strict=True``, and a component still differs after it was restored again.
@@ -81,7 +82,8 @@ def restore_again(run: RunState) -> None:
 def restore_random(run: RunState) -> None:
     """Sets the RNG state and the states that are ``AfterRng``, where they wait to be set.
 
-    Called whenever an epoch begins; the first call ends the resume.
+    Called whenever an epoch begins, by ``end_resume``, and by adapters; the first call ends the
+    resume.
     """
     for message in run.rng.restore():
         run.reporter.log(message)

@@ -103,7 +103,7 @@ class Batches(OwnLoop):
     ) -> Batches:
         """The rest of an epoch of a loader."""
         run = loop.run
-        enter(run, {}, loader)
+        enter(run, {})
         return cls(owner, loop, run.position.feed(loader, name, repeat=repeat), repeat=repeat)
 
     def __getattr__(self, name: str) -> Any:

@@ -302,7 +302,7 @@ class ResumeReport:
         fresh: the keys of components that the checkpoint lacks, such as state of this framework's
             loop; they start from their live state.
         rejected: newer checkpoints that were passed over.
-        finished: why the run is over, if it is.
+        finished: why the run was over when it was found, if it was.
         weights_of: the checkpoint of another run whose weights a fresh start begins with.
     """
 

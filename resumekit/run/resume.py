@@ -104,20 +104,23 @@ def _search(run: RunState, store: Store, up_to: Callable[[str], int | None] | No
 def resume(run: RunState, asked: Mapping[str, Any] = _NOTHING) -> ResumeReport:
     """Loads what was found, or starts fresh; once. Collective.
 
+    A further call after an error that has changed nothing tries again.
+
     Args:
         run: the run.
-        asked: the horizon and the batch size of the loop that begins, as far as they are known; a
-            DriftError is explained by them.
+        asked: the horizon and the batch size of the loop that has the horizon, as far as they are
+            known; a DriftError is explained by them.
 
     Raises:
         StateMismatchError: the checkpoint does not fit the live objects; nothing was changed.
-        DriftError: what the learning rate was planned for has changed; nothing was changed. Other
-            changed settings are only logged.
+        DriftError: ``randomness``, or what the learning rate was planned for, has changed; nothing
+            was changed. Other changed settings are only logged.
+        DataPositionError: the former ranks were not at one position; nothing was changed.
         UnsupportedValueError: on a fresh start, a value that a save could not store.
         IncompleteLoadError: the checkpoint has changed during the load; the process has to end.
         RankDisagreementError: ranks have other components; or replicas differ after the load, when
             live objects have changed.
-        ConfigurationError: ``per_rank`` names no component, or ``randomness`` has changed.
+        ConfigurationError: ``per_rank`` names no component.
         ResumekitError: as of ``find``.
     """
     if run.resumed is not None:
@@ -135,14 +138,14 @@ def resume(run: RunState, asked: Mapping[str, Any] = _NOTHING) -> ResumeReport:
     run.owned.check_named()
     agreed = run.agree()
     run.phase = loaded = _load(run, searched, agreed, asked)
-    searched.found = searched.weights = None  # their states are in the memory of the buffer
+    searched.found = searched.weights = None  # their states are in the buffer; files stay
     searched.finder.buffer.give_back()
     seed = run.owned.seed
     if seed is not None and seed.value is None:
         seed.value = run.world.broadcast(torch.initial_seed())
     report = loaded.running.report
     may_change = HORIZON in run.options.allow_changes and not run.is_driven
-    if not (report.finished and may_change):  # else the loop's horizon decides
+    if not (report.finished and may_change):  # else `accept_horizon` decides and logs it
         run.log_start()
     return report
 
@@ -202,7 +205,7 @@ def _causes(run: RunState, found: Found, asked: Mapping[str, Any]) -> list[str]:
 # ---------------------------------------------------------------- the loop begins
 
 
-def enter(run: RunState, horizon: Mapping[str, int], loader: Any) -> None:
+def enter(run: RunState, horizon: Mapping[str, int], loader: Any = None) -> None:
     """Resumes as a loop begins; a later loop of the launch changes nothing. Collective.
 
     What the script has changed since an earlier ``resume`` is kept. What it changes from here to
@@ -211,7 +214,7 @@ def enter(run: RunState, horizon: Mapping[str, int], loader: Any) -> None:
     Args:
         run: the run.
         horizon: of the loop.
-        loader: of the loop, where it is known.
+        loader: of the loop that has the horizon, where it is known.
     """
     is_new = run.resumed is None
     resume(run, {**horizon, "batch_size": getattr(loader, "batch_size", None)})

@@ -480,6 +480,24 @@ def test_a_schedule_that_a_changed_setting_makes_another_one_is_refused_with_the
     assert str(refusal.value).removeprefix("horizon: ").startswith(found)
 
 
+def test_a_loader_beside_the_loop_is_no_cause_of_another_schedule(tmp_path: Path) -> None:
+    def run(steps: int) -> None:
+        data = DataLoader([0.0] * 40, batch_size=2)  # type: ignore[arg-type]
+        aside = DataLoader([0.0] * 40, batch_size=4)  # type: ignore[arg-type]
+        with make(tmp_path, save_every=1, **one_cycle(steps)) as checkpointer:
+            others = iter(checkpointer.batches(aside, name="aside", repeat=True))
+            for _ in checkpointer.batches(data, epochs=1):
+                next(others)
+                checkpointer.step()
+                if checkpointer.progress.step == 3:
+                    break
+
+    run(20)
+    with pytest.raises(DriftError) as refusal:
+        run(40)
+    assert "batch_size" not in str(refusal.value)
+
+
 def test_a_longer_schedule_that_is_allowed_is_the_scripts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

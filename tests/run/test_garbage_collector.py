@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from resumekit.adapters.torch import Checkpointer
+from resumekit.run.garbage_collector import collector_paused
 from resumekit.serialization.planning import encode_local
 from resumekit.serialization.writing import Payload
 
@@ -71,6 +73,34 @@ def test_the_collector_pauses_for_saves_and_resumes_only(tmp_path: Path) -> None
     assert not any(first.saves[1:]), "the first time, its state is read before the training"
     assert second.loads == [False]
     assert gc.isenabled()
+
+
+class OfWorkers(Dataset[float]):
+    """Gives whether the collector is enabled where an item is made."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> float:
+        return float(gc.isenabled())
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_collector_runs_in_workers(tmp_path: Path, num_workers: int) -> None:
+    with Checkpointer(tmp_path, model=nn.Linear(1, 1)) as ckpt:
+        for batch in ckpt.batches(DataLoader(OfWorkers(), num_workers=num_workers), epochs=2):
+            ckpt.step()
+            assert batch == 1
+
+
+def test_a_process_that_is_forked_while_the_collector_pauses_has_one() -> None:
+    with collector_paused(), collector_paused():
+        child = os.fork()
+        if child == 0:
+            os._exit(gc.isenabled())
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 1
+        assert not gc.isenabled()
 
 
 def test_a_collector_that_the_script_has_disabled_stays_disabled(tmp_path: Path) -> None:

@@ -362,6 +362,22 @@ def test_after_a_save_before_the_loop_a_change_is_made_once(tmp_path: Path) -> N
     assert again.states == {step: whole.states[step] for step in again.states}
 
 
+def test_a_change_is_undone_by_the_revision_that_was_resumed(tmp_path: Path) -> None:
+    """Another attempt has left a newer checkpoint of the same step."""
+
+    class Other(Training):
+        def on_batch(self, batch: Any) -> None:
+            super().on_batch(batch)
+            scale_data(self)
+
+    options: dict[str, Any] = {"loop": "batches", "save_every": 1, "keep_latest": None}
+    whole = Training(tmp_path, lambda _: None, crash_in=7, **options).train()
+    Other(tmp_path, lambda _: None, crash_in=6, resume_from="step-00000003", **options).train()
+    assert (tmp_path / "step-00000004-r1").exists()
+    again = Training(tmp_path, scale_data, resume_from="step-00000004", **options).train()
+    assert again.states[5] == whole.states[5]
+
+
 # ---------------------------------------------------------------- what cannot be restored again
 
 

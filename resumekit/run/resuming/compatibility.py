@@ -354,4 +354,4 @@ def changed_horizon(
 
 
 def _words(horizon: Mapping[str, int]) -> str:
-    return ", ".join(f"{unit}={count}" for unit, count in horizon.items())
+    return ", ".join(f"{unit}={count}" for unit, count in horizon.items()) or "no limit"

@@ -110,8 +110,7 @@ class Loading:
             causes: what of the loop was changed that its length follows from.
 
         Raises:
-            ConfigurationError: ``randomness`` was another.
-            DriftError: what the learning rate was planned for has changed.
+            DriftError: ``randomness``, or what the learning rate was planned for, has changed.
             StateMismatchError: the checkpoint does not fit this run; nothing was changed.
             DataPositionError: the former ranks were not at one position in the data.
             IncompleteLoadError: the checkpoint changed meanwhile; the process has to end.
@@ -151,8 +150,7 @@ class Loading:
             causes: see ``resume``.
 
         Raises:
-            ConfigurationError: ``randomness`` was another.
-            DriftError: what the learning rate was planned for has changed.
+            DriftError: ``randomness``, or what the learning rate was planned for, has changed.
             StateMismatchError: a component is on one side only.
         """
         found, manifest = self.found, self.found.manifest
@@ -427,6 +425,8 @@ class RestoredState:
     def __init__(self, loading: Loading, finder: Finder) -> None:
         found = loading.found
         self._name = found.name
+        # A revision of its step that is not among them replaces it: this launch has saved it.
+        self._known = frozenset(finder.world.on_first(finder.store.step_names))
         self._finder = replace(
             finder,
             components=loading.components,
@@ -505,7 +505,8 @@ class RestoredState:
     def _newest_of_step(self) -> StepName:
         """The checkpoint, or what a save before the loop has replaced it by."""
         names = self._finder.world.on_first(self._finder.store.step_names)
-        return next((each for each in names if each.step == self._name.step), self._name)
+        new = (each for each in names if each not in self._known and each.step == self._name.step)
+        return next(new, self._name)
 
     def _changed_anywhere(self) -> frozenset[str]:
         """The components that differ on any rank, and those whose state is a part of theirs."""
