@@ -258,7 +258,9 @@ class Checkpointer:
         self._loop.report(metric_values(values))
 
     def save(self) -> None:
-        """Makes a save due at the next safe point; outside a loop, at once. Collective.
+        """Makes a save due at the next safe point; before the loop, at once. Collective.
+
+        After the run has finished, whose last checkpoint stays as it is, it only warns.
 
         With ``async_save`` its files may still be written when training continues: ``wait()``.
         """

@@ -227,8 +227,8 @@ class World:
         outcome = self._attempt(action)
         outcomes = self.gather(outcome)
         for rank, each in zip(self.ranks, outcomes, strict=True):
-            if each.error is not None:
-                raise outcome.error or from_rank(rank, each.error)
+            if each.error is not None:  # of the same class on all ranks
+                raise each.error if rank == self.rank else from_rank(rank, each.error)
         return [each.value for each in outcomes]
 
     def on_first(self, action: Callable[[], T]) -> T:

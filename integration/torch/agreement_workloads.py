@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import resumekit
 from resumekit import SharingPattern, StateComponent, cadence
 from resumekit.adapters.torch import Checkpointer
+from resumekit.errors import SaveError, SharedDirectoryError
 from resumekit.state import ComponentState
 
 SILENT_SECONDS = 4
@@ -119,6 +121,19 @@ def disagree(directory: str, *, about: str) -> None:
         if about == "silence" and is_odd and checkpointer.progress.step == 2:
             os.kill(os.getpid(), signal.SIGSTOP)
     checkpointer.close()
+
+
+def fail_in_two_ways(directory: str) -> None:
+    """Each rank has an error of its own class; both must raise that of the first one."""
+    torch.distributed.init_process_group("gloo")
+    checkpointer = Checkpointer(Path(directory) / "run")
+    errors = [SaveError("the disk", found="is full"), SharedDirectoryError("a", found="gone")]
+
+    def fail() -> None:
+        raise errors[torch.distributed.get_rank()]
+
+    with pytest.raises(SaveError):
+        checkpointer._run.world.everywhere(fail)
 
 
 def save_by_two_clocks(directory: str, *, seconds: list[float]) -> None:

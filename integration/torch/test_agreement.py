@@ -8,6 +8,7 @@ import pytest
 from agreement_workloads import (
     SILENT_SECONDS,
     disagree,
+    fail_in_two_ways,
     save_by_two_clocks,
     save_slowly,
     schedule_by_rank,
@@ -41,6 +42,11 @@ def test_a_disagreement_is_reported_on_every_rank(kit: Kit, about: str) -> None:
 
 def test_a_run_with_a_schedule_of_its_own_on_each_rank_resumes(kit: Kit) -> None:
     run = kit.run_again(kit.new_run(Cell(schedule_by_rank, {}, world_size=2)))
+    assert not run.failure, run.failure
+
+
+def test_ranks_that_fail_in_different_ways_raise_one_error(kit: Kit) -> None:
+    run = kit.run_again(kit.new_run(Cell(fail_in_two_ways, {}, world_size=2)))
     assert not run.failure, run.failure
 
 

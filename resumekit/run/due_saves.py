@@ -51,15 +51,18 @@ class LeaveSignals:
 
     Args:
         names: of the signals, e.g. ``"SIGTERM"``.
+        iterators: those of the run that are alive; without one its loop was left.
 
     Attributes:
         received: the number of the signal, 0 while there was none.
         former: the handlers from before, by signal.
     """
 
-    def __init__(self, names: Collection[str]) -> None:
+    def __init__(self, names: Collection[str], iterators: Collection[Any] = ()) -> None:
         self._numbers = [signal.Signals[name] for name in names]
+        self._iterators = iterators
         self.former: dict[int, Any] = {}
+        self._taken: dict[int, Any] = {}  # handlers of other runs, by signal
         self._is_listening = False
         self._received_at = 0.0
         self.received = 0
@@ -83,7 +86,10 @@ class LeaveSignals:
         left = []
         self._is_listening = True
         for number in self._numbers:
-            former = _former_handler(number)
+            former = signal.getsignal(number)
+            owner = getattr(former, "__self__", None)
+            if isinstance(owner, LeaveSignals):  # of another run, closed or not
+                self._taken[number], former = former, owner.former[number]
             if former in _DEFAULTS:
                 signal.signal(number, self._note)
                 self.former[number] = former
@@ -95,12 +101,20 @@ class LeaveSignals:
         return left
 
     def restore(self) -> None:
-        """Gives the signals back."""
+        """Gives the signals back: to the run around this one, or to what was there before all."""
         self._is_listening = False
         is_main = threading.current_thread() is threading.main_thread()
         for number, former in self.former.items() if is_main else ():
             if signal.getsignal(number) == self._note:  # nobody else has taken it since
-                signal.signal(number, former)
+                outer = self._taken.get(number)
+                is_inside = outer is not None and outer.__self__.is_under_way
+                signal.signal(number, outer if is_inside else former)
+        self._taken.clear()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a loop of the run may still act on a signal."""
+        return self._is_listening and len(self._iterators) > 0
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self._is_listening:  # others have put this handler back after the run's end
@@ -119,15 +133,9 @@ class LeaveSignals:
         The other signals are for its parent. They often reach the whole process group.
         """
         for number in self.former if self._is_listening else ():
-            is_end = number == signal.SIGTERM
-            signal.signal(number, signal.SIG_DFL if is_end else signal.SIG_IGN)
-
-
-def _former_handler(number: signal.Signals) -> Any:
-    """What handles the signal; the handler of another run, closed or not, does not count."""
-    handler = signal.getsignal(number)
-    owner = getattr(handler, "__self__", None)
-    return owner.former[number] if isinstance(owner, LeaveSignals) else handler
+            if signal.getsignal(number) == self._note:  # nobody else has taken it since
+                is_end = number == signal.SIGTERM
+                signal.signal(number, signal.SIG_DFL if is_end else signal.SIG_IGN)
 
 
 def _after_fork() -> None:
@@ -231,25 +239,26 @@ class DueSaves:
 
     Args:
         run: the run.
+        iterators: of its loop, see ``LeaveSignals``.
 
     Attributes:
         signals: those that ask the run to leave.
         is_ending: saves are synchronous from now on: nothing follows that they could overlap.
     """
 
-    def __init__(self, run: RunState) -> None:
+    def __init__(self, run: RunState, iterators: Collection[Any]) -> None:
         self._run = run
         self._cadence = parse_cadence(run.options.save_every, run.options.mtbf)
         self._requests = RequestExchange(run.world)
         self._is_requested = False  # by save(), or by an improved metric
         self._is_due = False  # by a number of steps
-        self.signals = LeaveSignals(run.options.leave_on)
+        self.signals = LeaveSignals(run.options.leave_on, iterators)
         self.is_ending = False
 
     # ---------------------------------------------------------------- what makes a save due
 
     def request(self) -> None:
-        """A save is due, whatever ``save_every`` says."""
+        """A save is due, whatever ``save_every`` says, unless the run has finished."""
         self._is_requested = True
 
     def count_step(self, step: int) -> None:
@@ -286,8 +295,11 @@ class DueSaves:
         own_requests = Requests(*values) if any(values) else NOTHING
         common = self._requests.receive(own_requests)
         if not common.leave:
-            left = own_requests._replace(save=0) if common.save else own_requests
-            self._requests.send(left, step)
+            if common.save:
+                own_requests = own_requests._replace(save=0)
+            if common.failed:  # which all ranks know now
+                own_requests = own_requests._replace(failed=0)
+            self._requests.send(own_requests, step)
         return common
 
     # ---------------------------------------------------------------- how a save is made
@@ -364,6 +376,7 @@ class DueSaves:
                 raise
             then = "" if self.is_ending else ", training continues"
             self._run.reporter.warn(f"the save at step {step} failed{then}: {error}")
+            self._run.selection.forget(step)
             self._cadence.restart()
 
     # ---------------------------------------------------------------- before leaving
@@ -391,6 +404,7 @@ class DueSaves:
                 self.wait()
             except SaveError as error:
                 run.reporter.warn(f"the save at step {saved} failed: {error}")
+                run.selection.forget(saved)
             else:
                 if is_current or not self._fits_grace(now.step, saved):
                     return self._newest_step
@@ -409,8 +423,9 @@ class DueSaves:
         """
         run = self._run
         left = run.options.grace_seconds - self.signals.seconds_since
-        seconds = run.in_flight.longest_seconds
-        if all(run.world.gather(seconds <= left)):
+        every = run.world.gather((run.in_flight.longest_seconds, left))
+        seconds, left = max(every, key=lambda each: each[0] - each[1])
+        if seconds <= left:
             return True
         run.reporter.log(
             f"no save at step {step}, step {saved} is saved: a save takes {seconds:.1f} s, "

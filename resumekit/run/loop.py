@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from signal import Signals
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 from resumekit.data.position import Feed
 from resumekit.data.source import Source
@@ -13,7 +14,7 @@ from resumekit.record.trace import rng_digests
 from resumekit.run.discovery import Discovery
 from resumekit.run.due_saves import NOTHING, DueSaves
 from resumekit.run.fetch import begin, end_resume, restore_again, restore_random
-from resumekit.run.progress import LoopOrder, Progress
+from resumekit.run.progress import LoopOrder, OwnLoop, Progress
 from resumekit.run.report import ResumeReport
 from resumekit.run.resume import accept_horizon, enter, find, resume
 from resumekit.run.run import RunState
@@ -35,6 +36,7 @@ class Loop:
         run: the run.
 
     Attributes:
+        iterators: what the user or a framework goes over, while it is alive.
         saves: those that are due.
         outermost: the name of the outermost loop, once there is one.
         in_step: whether a batch was handed out since the last safe point.
@@ -45,7 +47,8 @@ class Loop:
 
     def __init__(self, run: RunState) -> None:
         self.run = run
-        self.saves = DueSaves(run)
+        self.iterators: WeakSet[OwnLoop] = WeakSet()
+        self.saves = DueSaves(run, self.iterators)
         self.outermost: str | None = None
         self._was_finished = False  # when that loop began
         self._main: Feed | None = None  # what it draws from, unless it is epochs()
@@ -147,15 +150,29 @@ class Loop:
         """Takes metrics of the current step; an improved best one makes a save due. Collective."""
         agreed = self.run.world.broadcast(values)
         self._reported.update(agreed)
-        if self.run.selection.report(agreed, self.progress.step + self._has_uncounted_step):
+        selection, is_counted = self.run.selection, not self._has_uncounted_step
+        if selection.report(agreed, self.progress.step + (not is_counted)):
             self.saves.request()
+            self._warn_if_finished("report")
+        if self.in_step and is_counted and not self.may_save() and selection.name in agreed:
+            self._warn_once(
+                "window",
+                f"report({selection.name}=...) was called inside an accumulation window, where no "
+                "checkpoint is saved, so none has this value; call it after an optimizer step",
+            )
 
     def save(self) -> None:
-        """Makes a save due at the next safe point; outside a loop, at once. Collective."""
+        """Makes a save due at the next safe point; before the loop, at once. Collective."""
+        self._warn_if_finished("save")
         self.saves.request()
         if self.outermost is None:
             resume(self.run)
             self.saves.make()
+
+    def _warn_if_finished(self, verb: str) -> None:
+        if self.outermost is not None and self.finished is not None:
+            over = f"{verb}() was called after the run finished ({self.finished})"
+            self._warn_once("finished", f"{over}: its last checkpoint stays as it is")
 
     def stop(self, reason: str) -> None:
         """Finishes the run at the next safe point. Collective."""

@@ -79,6 +79,7 @@ class Batches(OwnLoop):
         repeat: bool = False,
     ) -> None:
         self._owner, self._loop = owner, loop
+        loop.iterators.add(self)
         self._feed = feed
         self._epochs = epochs
         self._steps = steps
@@ -266,6 +267,7 @@ class Epochs(OwnLoop):
 
     def __init__(self, owner: Any, loop: Loop, num_epochs: int | None) -> None:
         self._owner, self._loop = owner, loop
+        loop.iterators.add(self)
         self._num_epochs = num_epochs
         self._epoch: int | None = None
         self.initial = self.num_used

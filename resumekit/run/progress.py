@@ -286,8 +286,9 @@ class BestSelection(ComponentState):
     """
 
     def __init__(self, name: str | None, mode: str) -> None:
-        self._name, self._mode = name, mode
+        self.name, self._mode = name, mode
         self._best: tuple[int, float] | None = None  # step and value
+        self._former: list[tuple[int, float]] = []  # of which the newest may not be durable yet
         self._latest: tuple[int, float] | None = None
 
     @property
@@ -297,13 +298,20 @@ class BestSelection(ComponentState):
 
     def report(self, values: Mapping[str, float], step: int) -> bool:
         """Takes the values reported for a step; whether the best one improved."""
-        if self._name is None or self._name not in values:
+        if self.name is None or self.name not in values:
             return False
-        self._latest = (step, values[self._name])
-        improved = self._is_better(values[self._name], self._best)
+        self._latest = (step, values[self.name])
+        improved = self._is_better(values[self.name], self._best)
         if improved:
+            if self._best is not None and self._best[0] != step:
+                self._former = [*self._former[-1:], self._best]
             self._best = self._latest
         return improved
+
+    def forget(self, step: int | None) -> None:
+        """The save at a step has failed: a value that it was to keep is not the best one."""
+        kept = [each for each in (*self._former, self._best) if each and each[0] != step]
+        self._former, self._best = kept[:-1], kept[-1] if kept else None
 
     def _is_better(self, value: float, best: tuple[Any, float] | None) -> bool:
         """Whether this value is better; a NaN never is."""
@@ -315,17 +323,17 @@ class BestSelection(ComponentState):
 
     def metric_of(self, step: int) -> dict[str, str] | None:
         """The manifest's record of the metric at this step, or None if none was reported."""
-        if self._name is None or self._latest is None or self._latest[0] != step:
+        if self.name is None or self._latest is None or self._latest[0] != step:
             return None
-        return {"name": self._name, "mode": self._mode, "value": self._latest[1].hex()}
+        return {"name": self.name, "mode": self._mode, "value": self._latest[1].hex()}
 
     def state_dict(self) -> dict[str, Any]:
         """The best value, its step and its metric."""
-        if self._name is None:
+        if self.name is None:
             return {}
         step, value = self._best or (None, None)
         latest = list(self._latest) if self._latest else None
-        found = {"name": self._name, "mode": self._mode, "value": value, "step": step}
+        found = {"name": self.name, "mode": self._mode, "value": value, "step": step}
         return {**found, "latest": latest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
@@ -334,12 +342,12 @@ class BestSelection(ComponentState):
         Returns:
             What was not restored: the best value of another metric.
         """
-        if self._name is None or not state:
+        if self.name is None or not state:
             return ()
-        if (state["name"], state["mode"]) != (self._name, self._mode):
+        if (state["name"], state["mode"]) != (self.name, self._mode):
             return (
                 f"best_metric: was {state['name']} ({state['mode']}) in the checkpoint, the "
-                f"script's {self._name} ({self._mode}) is used; it has no best value yet",
+                f"script's {self.name} ({self._mode}) is used; it has no best value yet",
             )
         self._best = None if state["value"] is None else (state["step"], state["value"])
         latest = state["latest"]
@@ -356,7 +364,7 @@ class BestSelection(ComponentState):
             in_flight: of a checkpoint that counts too, although it may not be committed yet.
         """
         best: tuple[StepName, float] | None = None
-        if self._name is None:
+        if self.name is None:
             return best
         found = {name: self._committed_value(store, name) for name in store.step_names()}
         if in_flight is not None:
@@ -375,4 +383,4 @@ class BestSelection(ComponentState):
 
     def _value_in(self, manifest: Manifest) -> float | None:
         saved = manifest.metric
-        return float.fromhex(saved["value"]) if saved and saved["name"] == self._name else None
+        return float.fromhex(saved["value"]) if saved and saved["name"] == self.name else None

@@ -5,8 +5,10 @@
 - Synchronous: each rank writes and syncs its files, then rank 0 commits.
 - In the background: all checks, the staging directory, links and a copy of the state are made here,
   and their errors are raised here. Each rank's thread writes the copy, without collectives. Rank
-  0's thread waits for the part files of all ranks, at most the agreement's timeout, commits, and
-  deletes old checkpoints, see ``saving/in_flight.py``. The next ``finish`` raises its error.
+  0's thread waits for the part files of all ranks, at most the agreement's timeout, and commits:
+  ``saving/in_flight.py``. The next ``finish`` raises its error; a failure brings that forward.
+
+In both cases rank 0's thread removes the files of old checkpoints afterwards.
 
 A save that fails leaves the previous checkpoint untouched; rank 0 removes the staging directory as
 far as it can, and the next save or attempt the rest.
@@ -55,7 +57,8 @@ def save(run: RunState, *, in_background: bool) -> None:
         RankDisagreementError: ranks differ in replicated state, components or shards; no file was
             written.
         InexactError: ``strict=True``, and a part would not be restored exactly.
-        DivergenceError: a repeated step differs from the journal, and ``on_divergence="raise"``.
+        DivergenceError: a repeated step differs from the journal, and ``on_divergence="raise"``;
+            other ranks than the one that finds it may raise RankLostError.
         UnsupportedValueError: a value cannot be stored; nothing was committed.
         InsufficientSpaceError: there is no room; nothing was written.
         SharedDirectoryError: a rank does not see what rank 0 has made.
@@ -73,7 +76,7 @@ def save(run: RunState, *, in_background: bool) -> None:
     running.agreed.replicas.check_before_save()
     draft = _draft(run)
     in_background = in_background and run.options.async_save is not False
-    run.in_flight.wait_for_deletion()  # on rank 0; one thread at a time changes the store
+    run.in_flight.wait_for_removal()  # on rank 0; one thread at a time changes the store
     payloads = with_frozen(_payloads(run))
     threads = num_threads(running.num_ranks_here)
     # Files of frozen tensors are compared with earlier ones, and linked where they are equal.
@@ -100,8 +103,7 @@ def save(run: RunState, *, in_background: bool) -> None:
     else:
         _committed(run, name, job.files)
         world.on_first(job.retain)  # a SaveError in it is only logged
-        if world.is_first:
-            run.in_flight.empty_trash(job)
+        run.in_flight.committed(job)
     done = "saving" if in_background else "saved"
     run.reporter.detail(f"{done} step {draft.step} in {run.directory}")
     run.trace_state("checkpoint")
@@ -122,7 +124,7 @@ def finish(run: RunState) -> None:
 
 
 def _add_late_components(run: RunState) -> None:
-    """Adds the components of state that came into being after the start. Collective."""
+    """Adds the components of state that came into being later, on any rank. Collective."""
     if run.owned.add_late(run.world):
         run.running.agreed = run.agree(run.running.agreed.fingerprint)
 

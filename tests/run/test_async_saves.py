@@ -432,6 +432,42 @@ def test_by_policy_a_failure_is_a_warning_and_training_continues(
     assert "the save at step 4 failed, training continues" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_value_whose_save_failed_is_not_the_best_one(
+    tmp_path: Path, gate: Gate, is_async: bool
+) -> None:
+    options = {"best_metric": "loss", "on_save_error": "warn", "async_save": is_async}
+    training = Training(tmp_path, save_every=None, **options)
+    losses = {2: 0.6, 4: 0.1, 6: 0.5, 8: 0.55}
+    for step in training.steps():
+        if step in losses:
+            training.checkpointer.wait()
+            gate.fail("fsync:1=ENOSPC" if step == 4 else "")
+            training.checkpointer.report(loss=losses[step])
+        elif step == 5:
+            drain_quietly(training)
+    training.checkpointer.close()
+    best = training.checkpointer.best()
+    assert best is not None
+    assert (best.step, best.value) == (6, 0.5)
+    assert training.saved() == [2, 6, 10]
+
+
+def test_what_removes_old_files_is_no_part_of_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_remove = threading.Event()
+    monkeypatch.setattr(Store, "empty_trash", lambda _: may_remove.wait(30))
+    training = Training(tmp_path, save_every=None)
+    training.checkpointer.resume()
+    training.checkpointer.save()
+    training.checkpointer.wait()  # while nothing can be removed
+    assert training.saved() == [0]
+    threading.Timer(0.1, may_remove.set).start()
+    training.checkpointer.close()
+    assert may_remove.is_set()
+
+
 def test_wait_raises_what_failed_whatever_the_policy(tmp_path: Path, gate: Gate) -> None:
     training = Training(tmp_path, save_every=None, on_save_error="warn")
     training.checkpointer.resume()

@@ -635,6 +635,38 @@ def test_an_improved_metric_makes_a_save_due(tmp_path: Path) -> None:
     assert "step-00000002" in steps(tmp_path)
 
 
+def test_a_report_inside_an_accumulation_window_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lines(directory: Path, *, at: int, **options: Any) -> str:
+        job = Job(directory, save_every=None, best_metric="loss", **options)
+        with job.checkpointer as checkpointer:
+            for number, batch in enumerate(checkpointer.batches(job.loader, epochs=1)):
+                if number % 2:
+                    job.on_batch(batch)
+                if number == at:
+                    checkpointer.report(loss=0.5)
+        return capsys.readouterr().err
+
+    assert "report(loss=...) was called inside" in lines(tmp_path / "open", at=2)
+    assert "report(loss=...)" not in lines(tmp_path / "whole", at=1)
+
+
+@pytest.mark.parametrize("verb", ["save", "report"])
+def test_what_comes_after_the_end_is_told(
+    tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(tmp_path, best_metric="loss")
+    with job.checkpointer as checkpointer:
+        for batch in checkpointer.batches(job.loader, epochs=1):
+            job.on_batch(batch)
+        before = steps(tmp_path)
+        checkpointer.save() if verb == "save" else checkpointer.report(loss=0.5)
+    assert steps(tmp_path) == before
+    told = f"{verb}() was called after the run finished (epochs=1): its last checkpoint stays"
+    assert told in capsys.readouterr().err
+
+
 def test_stop_finishes_early_and_for_good(tmp_path: Path) -> None:
     def run() -> tuple[str | None, list[str]]:
         job = Job(tmp_path)

@@ -160,6 +160,37 @@ def test_a_run_that_was_abandoned_does_not_keep_the_signals(tmp_path: Path) -> N
     assert signal.getsignal(TERM) == signal.SIG_DFL
 
 
+def test_a_run_inside_another_one_gives_the_signals_back_to_it(tmp_path: Path) -> None:
+    outer, inner = Training(tmp_path / "outer"), Training(tmp_path / "inner")
+
+    def train() -> None:
+        for (batch,) in outer.checkpointer.batches(outer.loader, epochs=1):
+            outer.model(batch).sum().backward()
+            outer.optimizer.step()
+            outer.checkpointer.step()
+            if outer.checkpointer.progress.step == 3:
+                assert inner.run() == 10
+                os.kill(os.getpid(), TERM)
+
+    with pytest.raises(Preempted) as left:
+        train()
+    assert left.value.step == 3
+    assert signal.getsignal(TERM) == signal.SIG_DFL
+
+
+def test_a_child_keeps_the_handler_that_took_the_place_of_a_run_s() -> None:
+    signals = LeaveSignals(["SIGUSR1"])
+    signals.install()
+    signal.signal(signal.SIGUSR1, lambda *_: os._exit(7))
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    signals.restore()
+    assert os.waitstatus_to_exitcode(status) == 7
+
+
 def test_a_loop_that_was_abandoned_does_not_keep_the_workers(tmp_path: Path) -> None:
     """Nothing of a run refers to itself, so nothing waits for the garbage collector."""
 
@@ -233,6 +264,16 @@ def test_ranks_at_different_steps_are_refused_with_both() -> None:
     exchange.send(Requests(), 4)
     with pytest.raises(RankDisagreementError, match=r"rank 0 has done 4 steps .all ranks: 4 to 5."):
         exchange.receive(Requests())
+
+
+def test_a_failure_that_all_ranks_know_of_is_not_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves, other = Training(tmp_path).checkpointer._loop.saves, OtherRank()
+    saves._requests = RequestExchange(other)  # type: ignore[arg-type]
+    monkeypatch.setattr(type(saves._run.in_flight), "has_failed", True)
+    assert [saves.exchange(step).failed for step in (1, 2, 3)] == [0, 1, 0]
+    assert [failed for _, _, _, failed, *_ in other.sent] == [1, 0, 1]
 
 
 def test_a_timer_that_all_ranks_know_of_is_not_requested_again(

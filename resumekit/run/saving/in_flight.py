@@ -57,6 +57,7 @@ class SaveJob:
     Attributes:
         files: that this rank has written, once ``write`` has returned.
         work: in the queue of the background thread, once it was started.
+        removal: of old checkpoints, the same, once this one is committed. Rank 0 only.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class SaveJob:
         self.manifest, self.name = manifest, manifest.name
         self.files: tuple[FileEntry, ...] = ()
         self.work: Work
+        self.removal: Work | None = None
         self._processes: Processes
         self._world, self._retention, self._save_number = world, retention, save_number
         self._written = threading.Event()
@@ -107,12 +109,11 @@ class SaveJob:
     # The new checkpoint is committed: an old one that cannot be removed does not undo that.
 
     def retain(self) -> None:
-        """Renames old checkpoints away; ``empty_trash`` frees their space. Rank 0 only."""
+        """Removes old checkpoints; their files in the background. Rank 0 only."""
         _logged(lambda: self.store.retain(self._retention))
-
-    def empty_trash(self) -> None:
-        """Removes the files of old checkpoints, which may take long. Rank 0 only."""
-        _logged(self.store.empty_trash)
+        store = self.store
+        self.removal = Work("the removal of old files", lambda: _logged(store.empty_trash))
+        add_work(self.removal)
 
     # ---------------------------------------------------------------- one rank waits for it
 
@@ -189,7 +190,6 @@ class SaveJob:
     def _commit(self) -> None:
         self.commit(self.files if self._world.world_size == 1 else self._files_of_all())
         self.retain()
-        self.empty_trash()
 
     def _files_of_all(self) -> tuple[FileEntry, ...]:
         parts = self.staging().parts(
@@ -265,7 +265,7 @@ class SaveInFlight:
         self._world = world
         self._must_fit = must_fit
         self._save: SaveJob | None = None
-        self._deletion: Work | None = None
+        self._removal: Work | None = None
         self._processes: Processes | None = None  # known from the first save on
         self.snapshot = Snapshot()
         self._sizes: list[int] | None = None  # of the copies of all ranks, once accepted or not
@@ -367,16 +367,15 @@ class SaveInFlight:
         self._save = job
         job.start(self._processes)
 
-    def empty_trash(self, job: SaveJob) -> None:
-        """Removes the files of old checkpoints in the background. Rank 0 only."""
-        self._deletion = Work("the removal of old checkpoints", job.empty_trash)
-        add_work(self._deletion)
+    def committed(self, job: SaveJob) -> None:
+        """The store may not be changed until the old files of this save are removed."""
+        self._removal = job.removal
 
-    def wait_for_deletion(self) -> None:
+    def wait_for_removal(self) -> None:
         """Waits until the store may be changed again."""
-        deletion, self._deletion = self._deletion, None
-        if deletion is not None:
-            deletion.wait()
+        removal, self._removal = self._removal, None
+        if removal is not None and not removal.is_abandoned:
+            removal.wait()
 
     def finish(self) -> SaveJob | None:
         """Waits for the save in flight on all ranks. Collective.
@@ -401,15 +400,17 @@ class SaveInFlight:
         save.work.is_reported = True
         self._seconds.append(save.work.seconds)
         self._save = None
+        self.committed(save)
         if failure is not None:
             raise failure if self._world.is_first else from_rank(self._world.ranks[0], failure)
         return save
 
     def wait_for_own(self) -> None:
         """Waits until this rank has done its part, on rank 0 all; raises nothing."""
-        self.wait_for_deletion()
         if self._save is not None and not self._save.work.is_abandoned:
             self._save.work.wait()
+            self.committed(self._save)
+        self.wait_for_removal()
 
     def wait_alone(self) -> None:
         """Waits until the save in flight is committed, or has failed; raises nothing.
