@@ -114,7 +114,8 @@ def one_epoch(parts: Trained, scale: float) -> float:
 
 
 def with_starts(parts: Trained) -> Any:
-    total, last, losses, mean = 0.0, None, [], torch.zeros(())
+    total, last, mean = 0.0, None, torch.zeros(())
+    losses: list[float] = []
     for epoch in parts.ckpt.epochs(3):
         known = (total, last if last is None else last.item(), losses, mean.item())
         sys.stdout.write(f"{epoch} {known}\n")
@@ -139,6 +140,7 @@ def with_shared(parts: Trained) -> Any:
             loss = parts.step(batch, scale + log.phase["is_late"] + weight)
             losses.append(loss.item())
             with torch.no_grad():
+                assert weight.grad is not None
                 log.weights[0] -= 0.1 * weight.grad
             weight.grad = None
             log.mean.lerp_(loss.detach(), 0.1)

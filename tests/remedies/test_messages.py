@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit import Checkpointer as BaseCheckpointer
 from resumekit.adapters.torch import Checkpointer
@@ -482,8 +482,8 @@ def test_a_schedule_that_a_changed_setting_makes_another_one_is_refused_with_the
 
 def test_a_loader_beside_the_loop_is_no_cause_of_another_schedule(tmp_path: Path) -> None:
     def run(steps: int) -> None:
-        data = DataLoader([0.0] * 40, batch_size=2)  # type: ignore[arg-type]
-        aside = DataLoader([0.0] * 40, batch_size=4)  # type: ignore[arg-type]
+        data = DataLoader(TensorDataset(torch.zeros(40)), batch_size=2)
+        aside = DataLoader(TensorDataset(torch.zeros(40)), batch_size=4)
         with make(tmp_path, save_every=1, **one_cycle(steps)) as checkpointer:
             others = iter(checkpointer.batches(aside, name="aside", repeat=True))
             for _ in checkpointer.batches(data, epochs=1):
