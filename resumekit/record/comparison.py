@@ -139,6 +139,7 @@ class Comparison:
     Attributes:
         difference: the first one that proves the resume wrong, or None.
         last_step: the last step that an earlier attempt recorded; 0 when there is none.
+        weights_at: the steps of which samples of the weights were compared.
     """
 
     def __init__(
@@ -153,10 +154,11 @@ class Comparison:
             self._take(then, records)
         self.difference: Difference | None = None
         self.last_step = max(self._past, default=0)
+        self.weights_at: set[int] = set()
         self._num_steps = 0
         self._has_begun = False
         self._obstacle = ""
-        self._compared: set[str] = set()  # of what not every step has
+        self._has_compared_ids = False
         self._loss_obstacle, self._largest = "", 0.0
 
     def _take(self, then: Header, records: Sequence[Record]) -> None:
@@ -195,6 +197,11 @@ class Comparison:
             return self.difference
         return None
 
+    def recorded_by(self, step: int) -> int | None:
+        """The number of the attempt that a step is compared with; None without one."""
+        past = self._past.get(step)
+        return None if past is None else past.header.number
+
     def add_all(self, records: Iterable[Record]) -> Comparison:
         """This comparison, after all these records."""
         for record in records:
@@ -216,11 +223,11 @@ class Comparison:
             yield from _of_samples(past.step, now)
             yield from self._of_random_states(past, [past.step], now)
             yield from _of_learning_rates(past.step, now)
-            self._compared.update([SAMPLE_IDS] if past.step.has & now.has & Has.IDS else ())
+            self._has_compared_ids |= bool(past.step.has & now.has & Has.IDS)
         elif now.kind == SAVE:
             yield from self._of_random_states(past, past.saves.get(now.num_samples, []), now)
         elif now.kind == WEIGHTS and past.weights is not None:
-            self._compared.add(WEIGHT_SAMPLES)
+            self.weights_at.add(now.step)
             yield from self._of_weights(past, past.weights, now)
         if now.has & Has.LOSS and past.loss is not None:
             yield from self._of_loss(past, past.loss, now.loss)
@@ -269,7 +276,8 @@ class Comparison:
         fed = f"a stream uses {model}, which training changes" if model else ""
         if self._obstacle or fed:
             return StepsVerdict("not comparable", self._num_steps, self._obstacle or fed, loss)
-        missing = [each for each in (SAMPLE_IDS, WEIGHT_SAMPLES) if each not in self._compared]
+        compared = {SAMPLE_IDS: self._has_compared_ids, WEIGHT_SAMPLES: bool(self.weights_at)}
+        missing = [name for name, is_compared in compared.items() if not is_compared]
         reason = f"{' and '.join(missing)} not compared" if missing else ""
         return StepsVerdict("identical", self._num_steps, reason, loss)
 

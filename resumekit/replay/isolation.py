@@ -74,7 +74,7 @@ class Isolation:
         found = subprocess.run(self.command(()), capture_output=True, text=True, check=False)
         for layer in self.layers.iterdir():
             remove_layer(layer)
-        return found.stderr.strip() if found.returncode else ""
+        return (found.stderr.strip() or str(found.returncode)) if found.returncode else ""
 
 
 def outermost(directories: Iterable[Path]) -> tuple[Path, ...]:
@@ -102,7 +102,7 @@ Listing = dict[str, tuple[int, int, int]]
 
 
 def list_files(directories: Sequence[Path], *, but: Path) -> Listing | None:
-    """Inode, size and time of each file; None where there are too many.
+    """Inode, size and time of each file; None where there are too many, or some cannot be listed.
 
     Writes are found afterwards, not while they happen: hooks of the interpreter see none of those
     that libraries in C++ or Rust make.
@@ -112,12 +112,15 @@ def list_files(directories: Sequence[Path], *, but: Path) -> Listing | None:
         but: a directory that is left out.
     """
     found: Listing = {}
-    for directory in directories:
-        for entry in _files(str(directory), str(but)):
-            status = entry.stat(follow_symlinks=False)
-            found[entry.path] = (status.st_ino, status.st_size, status.st_mtime_ns)
-            if len(found) > MAX_FILES:
-                return None
+    try:
+        for directory in directories:
+            for entry in _files(str(directory), str(but)):
+                status = entry.stat(follow_symlinks=False)
+                found[entry.path] = (status.st_ino, status.st_size, status.st_mtime_ns)
+                if len(found) > MAX_FILES:
+                    return None
+    except OSError:  # another process has removed it
+        return None
     return found
 
 

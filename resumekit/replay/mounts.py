@@ -14,6 +14,7 @@ import ctypes
 import errno
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -59,10 +60,15 @@ def isolate(directories: list[str], layers: str, kept: str) -> None:
 
 def _require_one_file_system(directory: str) -> None:
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    points = [line.split()[4].encode().decode("unicode_escape") for line in lines]
+    points = [_decoded(line.split()[4]) for line in lines]
     inside = [point for point in points if point != directory and _is_inside(point, directory)]
     if inside:
         raise OSError(f"{inside[0]} is mounted below {directory}")
+
+
+def _decoded(point: str) -> str:
+    """A path of the list, in which some bytes are octal numbers."""
+    return re.sub(r"\\(\d{3})", lambda each: chr(int(each[1], 8)), point)
 
 
 def _is_inside(path: str, directory: str) -> bool:

@@ -9,13 +9,13 @@ from typing import Any
 
 from resumekit.diff import compare_checkpoints
 from resumekit.record.comparison import Difference, replayed
-from resumekit.record.conditions import Header, changes, loss_is_comparable
+from resumekit.record.conditions import Header, changes, loss_is_comparable, same_device
 from resumekit.record.journal import Attempt, Has, Record, latest_steps
 from resumekit.state import Slot
 from resumekit.storage.manifest import StepReader
 from resumekit.storage.store import Store
 
-LOSS_FIELD = "loss"
+_LOSS_FIELD, _RNG_FIELD = "loss", "RNG state"
 _MAX_NAMED = 10
 
 
@@ -27,16 +27,21 @@ class RankResult:
         rank: its number.
         num_steps: that it has done.
         num_compared: of them, those that the journal has.
+        compared_to: the last of these; 0 without one.
+        loss_to: the last one of which the loss was compared.
         fields: what was compared, each with the number of steps.
         difference: the first value that differs.
-        obstacle: why nothing could be compared.
-        changes: what has changed since the run, e.g. ``"source of train.py"``.
+        obstacle: why what differs, or all, is no proof.
+        changes: what has changed since the attempt that recorded the first of these steps, e.g.
+            ``"source of train.py"``.
         records: the journal of the replay.
     """
 
     rank: int
     num_steps: int
     num_compared: int
+    compared_to: int
+    loss_to: int
     fields: dict[str, int]
     difference: Difference | None
     obstacle: str
@@ -108,23 +113,27 @@ class ReplayResult:
 
     @property
     def is_equal(self) -> bool:
-        """Whether all steps were done, something was compared, and nothing differs."""
+        """Whether all steps were done, the last one was compared, and nothing differs."""
         obstacles = any(each.obstacle for each in self.ranks)
-        is_whole = self._has_compared and not self.num_missing
+        is_whole = self._compared_to >= self.last_step and not self.num_missing
         return is_whole and not obstacles and not self.is_different
 
     @property
-    def _has_compared(self) -> bool:
-        checkpoints = [each.is_equal for each in self.checkpoints]
-        return True in checkpoints or all(each.num_compared for each in self.ranks)
+    def _compared_to(self) -> int:
+        return max(self._equal_to, min(each.compared_to for each in self.ranks))
+
+    @property
+    def _weights_to(self) -> int:
+        return max(self._equal_to, min(each.loss_to for each in self.ranks))
+
+    @property
+    def _equal_to(self) -> int:
+        return max((each.step for each in self.checkpoints if each.is_equal), default=0)
 
     @property
     def compares_weights(self) -> bool:
-        """Whether a difference of the weights would have been found."""
-        if all(LOSS_FIELD in each.fields for each in self.ranks):
-            return True
-        last = self.checkpoints[-1] if self.checkpoints else None
-        return last is not None and last.is_equal is True and last.step == self.last_step
+        """Whether a difference of the weights at the last step would have been found."""
+        return self._weights_to >= self.last_step
 
     @property
     def verdict(self) -> str:
@@ -140,14 +149,16 @@ class ReplayResult:
         obstacles = [each.obstacle for each in self.ranks if each.obstacle]
         if obstacles:
             return f"{steps}, not comparable ({obstacles[0]})"
-        if not self._has_compared:
+        if not self._compared_to:
             return f"{steps}, not compared: the journal has none of them"
         if self.num_missing:
             return f"{steps}, the other {self.num_missing} not compared"
+        if self._compared_to < self.last_step:
+            return f"{steps}, identical up to step {self._compared_to}, not compared after it"
         if self.compares_weights:
             return f"{steps}, identical"
-        names = ", ".join(each.name for each in self.checkpoints if each.is_equal)
-        weights = f"compared at {names} only" if names else "not compared"
+        weights = f"compared up to step {self._weights_to} only"
+        weights = weights if self._weights_to else "not compared"
         return f"{steps}: data, RNG and learning rate identical; weights {weights}"
 
     def lines(self) -> list[str]:
@@ -187,7 +198,7 @@ class ReplayResult:
     @property
     def _written(self) -> str:
         if self.written is None:
-            return "unknown, there are too many files to list"
+            return "unknown, there are too many files to list, or some cannot be"
         more = len(self.written) - _MAX_NAMED
         rest = f" and {more} more" if more > 0 else ""
         return (", ".join(self.written[:_MAX_NAMED]) or "nothing") + rest
@@ -197,9 +208,9 @@ class ReplayResult:
 
 _FIELDS = {
     "sample ids": Has.IDS,
-    "RNG state": Has.RNG,
+    _RNG_FIELD: Has.RNG,
     "learning rates": Has.LR,
-    LOSS_FIELD: Has.LOSS,
+    _LOSS_FIELD: Has.LOSS,
 }
 
 
@@ -221,20 +232,25 @@ def compare_rank(now: Sequence[Attempt], recorded: Sequence[Attempt]) -> RankRes
     for attempt in own_rank:
         then.update(latest_steps(attempt.records(after=header.resumed_step or 0)))
     mine = latest_steps(records)
-    both = [mine[step].has & then[step].has for step in mine if step in then]
-    verdict = comparison.verdict
+    both = {step: mine[step].has & then[step].has for step in mine if step in then}
+    steps_of = {
+        name: [step for step, has in both.items() if has & field] for name, field in _FIELDS.items()
+    }
+    steps_of["weight samples"] = sorted(comparison.weights_at)
+    verdict, number = comparison.verdict, comparison.recorded_by(min(both, default=0))
+    by = next((each.header for each in own_rank if each.header.number == number), None)
+    if by is not None and not same_device(by, header):
+        del steps_of[_RNG_FIELD]
     return RankResult(
         rank=header.rank,
         num_steps=len(mine),
         num_compared=len(both),
-        fields={
-            name: count
-            for name, field in _FIELDS.items()
-            if (count := sum(bool(each & field) for each in both))
-        },
+        compared_to=max(both, default=0),
+        loss_to=max(steps_of[_LOSS_FIELD], default=0),
+        fields={name: len(steps) for name, steps in steps_of.items() if steps},
         difference=comparison.difference,
-        obstacle=verdict.reason if verdict.word == "not comparable" else "",
-        changes=_changes(own_rank[-1].header, header) if own_rank else (),
+        obstacle=verdict.reason if verdict.word == "not comparable" else verdict.loss,
+        changes=() if by is None else _changes(by, header),
         records=tuple(records),
     )
 

@@ -45,7 +45,7 @@ class Selection:
     Args:
         begin: the checkpoint to repeat from.
         last_step: the last step.
-        ends_run: whether the run ended there, so that the script ends by itself.
+        ends_run: whether the run had finished there, so that the script ends by itself.
         checkpoints: those after ``from_step``, up to the last step; the newest of each step.
         attempts: the journal files of the run.
     """
@@ -65,7 +65,7 @@ class Selection:
 def select_steps(
     directory: Path, from_step: int, num_steps: int | None, *, to_journal_end: bool = False
 ) -> Selection:
-    """The steps to replay.
+    """The steps to replay; checkpoints that cannot be opened are left out.
 
     Args:
         directory: of the run.
@@ -160,8 +160,8 @@ def replay(
         from_step: the newest checkpoint at or before this step is taken.
         num_steps: the last step is ``from_step`` plus this; None: up to the next checkpoint after
             ``from_step``, or the last recorded step.
-        until_differs: end after the first step that differs. Without ``num_steps``, later
-            checkpoints are compared and do not end the replay.
+        until_differs: all ranks end after the first step that differs on one. Without
+            ``num_steps``, later checkpoints are compared and do not end the replay.
         keep: an absent or empty directory that becomes the scratch directory and stays.
         allow_writes: where the kernel allows no overlay, run without one, and list the files that
             have changed.
