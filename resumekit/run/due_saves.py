@@ -191,7 +191,7 @@ class RequestExchange:
         """
         if self._is_alone:
             return requests
-        common = self.wait()
+        common = self.peek()
         self._under_way = None
         return common
 
@@ -208,7 +208,7 @@ class RequestExchange:
             self._step = step
             self._under_way = self._world.start_max((*requests, step, -step))
 
-    def wait(self) -> Requests:
+    def peek(self) -> Requests:
         """Waits for the all-reduce in progress, and gives what ``receive`` will give.
 
         That is what was sent last, so it holds for this step boundary. None under way: no requests.
@@ -331,10 +331,10 @@ class DueSaves:
         may_skip = self._run.options.on_save_in_flight == "skip"
         if not may_skip or self._run.in_flight.step is None:
             return False
-        return bool(self._requests.wait().busy)
+        return bool(self._requests.peek().busy)
 
     def _save(self) -> None:
-        self._requests.wait()
+        self._requests.peek()
         self.forget()
         run, began = self._run, time.monotonic()
         self.finish()
@@ -354,7 +354,7 @@ class DueSaves:
         Raises:
             SaveError: it has failed, unless that is only logged.
         """
-        self._requests.wait()
+        self._requests.peek()
         with self._tolerated(self._run.in_flight.step):
             finish(self._run)
 
@@ -364,7 +364,7 @@ class DueSaves:
         Raises:
             SaveError: it has failed.
         """
-        self._requests.wait()
+        self._requests.peek()
         finish(self._run)
 
     @contextmanager

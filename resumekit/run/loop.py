@@ -524,8 +524,8 @@ class Loop:
 
     def _end_replay_after(self, step: int) -> None:
         """Ends the process if no further step is replayed."""
-        replay, is_inside = self.run.replay, self.finished is not None or not self.stepped
-        if replay is not None and not is_inside and replay.ends_after(step, self.run.world):
+        replay, may_end = self.run.replay, self.finished is None and self.stepped
+        if replay is not None and may_end and replay.ends_after(step, self.run.world):
             self.saves.finish()
             self.release()
             replay.end_process()

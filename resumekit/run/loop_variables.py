@@ -15,14 +15,10 @@ from types import CodeType, SimpleNamespace
 from typing import Any
 from weakref import ref
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from resumekit.capture.nested_state import class_name, require_fields
 from resumekit.capture.slots import is_training, slot_of
 from resumekit.capture.user_state.attributes import Holder
-from resumekit.capture.user_state.exclusions import Foreign
+from resumekit.capture.user_state.exclusions import NOT_PLAIN, Foreign, plain_copy
 from resumekit.capture.user_state.user_state import UserState, label_of
 from resumekit.capture.user_state.value_types import SCALARS, is_code, is_left_out
 from resumekit.capture.user_state.walk import Paths, Seen, Walk
@@ -57,14 +53,6 @@ from resumekit.run.unsaved_changes import (
     paths_of_loaders,
 )
 from resumekit.state import CaptureLine, Fidelity, Resplit, Slot, WorldChange
-
-# Plain values: all that is kept of the variables at an epoch's start. The rest is read at the save.
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
-_NOT_PLAIN = object()
-_MAX_COPIED_BYTES = 1 << 20  # of a tensor or an array
-_CONTAINERS = (list, tuple, dict, set, frozenset)
-_MAX_DEPTH = 100  # of containers in each other
-_MAX_NESTED = 100_000  # values of a container that is looked through for others
 
 _AT_EPOCH = "@epoch"  # ends the name of a frame's variables as they were when the epoch began
 
@@ -233,12 +221,15 @@ class LoopVariables(UserState):
         return holders
 
     def _plain_variables(self, frames: Sequence[LiveFrame]) -> dict[str, dict[str, Any]]:
-        """Copies of what is plain among the live variables of each frame."""
+        """Copies of what is plain among the live variables of each frame.
+
+        All that is kept of them when an epoch begins; the rest is read at the save.
+        """
         foreign = Foreign(self._scope.foreign(), (), {}, ())
         copies: dict[str, dict[str, Any]] = {}
         for name, holder in self._holders_of(frames).items():
-            of_frame = ((k, _plain_copy(each, foreign)) for k, each in vars(holder.value).items())
-            copies[name] = {key: each for key, each in of_frame if each is not _NOT_PLAIN}
+            of_frame = ((k, plain_copy(each, foreign)) for k, each in vars(holder.value).items())
+            copies[name] = {key: each for key, each in of_frame if each is not NOT_PLAIN}
         return copies
 
     def _frames(self) -> list[LiveFrame]:
@@ -589,30 +580,6 @@ def _is_read(entry: Sequence[Any], frames: Mapping[str, LiveFrame]) -> bool:
     owner, _, name, _ = entry
     frame = frames.get(owner.removesuffix(_AT_EPOCH))
     return frame is None or name in frame.names
-
-
-def _plain_copy(value: Any, foreign: Foreign, depth: int = 0) -> Any:
-    """A copy of what holds plain values alone, without graphs; ``_NOT_PLAIN`` for all else.
-
-    What is saved elsewhere, and large memory, is not copied.
-    """
-    if isinstance(value, Tensor):
-        is_strided = value.layout is torch.strided
-        if not is_strided or value.nbytes > _MAX_COPIED_BYTES or value in foreign:
-            return value if value.grad_fn is None else _NOT_PLAIN
-        return value.detach().clone().requires_grad_(value.requires_grad)
-    if isinstance(value, np.ndarray):
-        return value if value.nbytes > _MAX_COPIED_BYTES else value.copy()
-    if depth > _MAX_DEPTH or type(value) not in _CONTAINERS:
-        return value if isinstance(value, _PLAIN) else _NOT_PLAIN
-    items = [*value.values()] if isinstance(value, dict) else [*value]
-    if len(items) > _MAX_NESTED:
-        return _NOT_PLAIN
-    copies = [_plain_copy(each, foreign, depth + 1) for each in items]
-    if any(each is _NOT_PLAIN for each in copies):
-        return _NOT_PLAIN
-    kind: Any = type(value)
-    return dict(zip(value, copies, strict=True)) if isinstance(value, dict) else kind(copies)
 
 
 def _elsewhere(frames: Sequence[LiveFrame], sites: Sequence[Site]) -> StateMismatchError:

@@ -323,7 +323,9 @@ class FrameworkLoop:
     """What an adapter calls from a framework's loop, in this order.
 
     ``resume()`` once, when every object exists; ``next_epoch()`` and then ``batches(loader)`` for
-    each epoch, the rest of the interrupted one first; ``finish()`` when the framework ends.
+    each epoch, the rest of the interrupted one first; ``finish()`` when the framework ends. Of the
+    Checkpointer itself: ``step()`` after each optimizer step, ``report()`` after an evaluation,
+    ``close()`` at the end, and ``__exit__()`` after an error.
 
     Args:
         owner: the Checkpointer.
@@ -452,7 +454,8 @@ class FrameworkLoop:
             The absolute number of the epoch that begins.
 
         Raises:
-            LoopError: the former epoch had no optimizer step.
+            LoopError: two epochs in a row had no optimizer step.
+            StopIteration: the run has finished; look at ``finished`` first.
         """
         assert self._epochs is not None, "resume() comes first"
         self._epochs.next_loader = loader

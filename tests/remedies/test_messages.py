@@ -480,7 +480,7 @@ def test_a_schedule_that_a_changed_setting_makes_another_one_is_refused_with_the
     assert str(refusal.value).removeprefix("horizon: ").startswith(found)
 
 
-def test_a_loader_beside_the_loop_is_no_cause_of_another_schedule(tmp_path: Path) -> None:
+def test_a_loader_that_repeats_is_no_cause_of_another_schedule(tmp_path: Path) -> None:
     def run(steps: int) -> None:
         data = DataLoader(TensorDataset(torch.zeros(40)), batch_size=2)
         aside = DataLoader(TensorDataset(torch.zeros(40)), batch_size=4)

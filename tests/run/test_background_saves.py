@@ -273,5 +273,5 @@ def test_the_requests_of_a_boundary_are_known_at_it_to_a_rank_that_waits() -> No
     world.start_max = lambda values: lambda: [*values[:2], 1, *values[3:]]
     exchange = RequestExchange(world)  # type: ignore[arg-type]
     exchange.send(Requests(), 4)
-    assert exchange.wait().busy == 1
+    assert exchange.peek().busy == 1
     assert exchange.receive(Requests()).busy == 1

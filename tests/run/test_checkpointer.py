@@ -635,7 +635,7 @@ def test_an_improved_metric_makes_a_save_due(tmp_path: Path) -> None:
     assert "step-00000002" in steps(tmp_path)
 
 
-def test_a_report_inside_an_accumulation_window_is_told(
+def test_a_report_inside_an_accumulation_window_is_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def lines(directory: Path, *, at: int, **options: Any) -> str:
@@ -653,7 +653,7 @@ def test_a_report_inside_an_accumulation_window_is_told(
 
 
 @pytest.mark.parametrize("verb", ["save", "report"])
-def test_what_comes_after_the_end_is_told(
+def test_what_comes_after_the_end_is_a_warning(
     tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = Job(tmp_path, best_metric="loss")
@@ -663,8 +663,8 @@ def test_what_comes_after_the_end_is_told(
         before = steps(tmp_path)
         checkpointer.save() if verb == "save" else checkpointer.report(loss=0.5)
     assert steps(tmp_path) == before
-    told = f"{verb}() was called after the run finished (epochs=1): its last checkpoint stays"
-    assert told in capsys.readouterr().err
+    message = f"{verb}() was called after the run finished (epochs=1): its last checkpoint stays"
+    assert message in capsys.readouterr().err
 
 
 def test_stop_finishes_early_and_for_good(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def test_a_run_inside_another_one_gives_the_signals_back_to_it(tmp_path: Path) -
     assert signal.getsignal(TERM) == signal.SIG_DFL
 
 
-def test_a_child_keeps_the_handler_that_took_the_place_of_a_run_s() -> None:
+def test_a_child_keeps_the_handler_that_replaced_a_run_s() -> None:
     signals = LeaveSignals(["SIGUSR1"])
     signals.install()
     signal.signal(signal.SIGUSR1, lambda *_: os._exit(7))
