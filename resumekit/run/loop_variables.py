@@ -15,10 +15,12 @@ from types import CodeType, SimpleNamespace
 from typing import Any
 from weakref import ref
 
+import numpy as np
+from torch import Tensor, nn
+
 from resumekit.capture.nested_state import class_name, require_fields
 from resumekit.capture.slots import is_training, slot_of
 from resumekit.capture.user_state.attributes import Holder
-from resumekit.capture.user_state.exclusions import NOT_PLAIN, Foreign, plain_copy
 from resumekit.capture.user_state.user_state import UserState, label_of
 from resumekit.capture.user_state.value_types import SCALARS, is_code, is_left_out
 from resumekit.capture.user_state.walk import Paths, Seen, Walk
@@ -53,6 +55,12 @@ from resumekit.run.unsaved_changes import (
     paths_of_loaders,
 )
 from resumekit.state import CaptureLine, Fidelity, Resplit, Slot, WorldChange
+
+# Plain values: all that is kept of the variables at an epoch's start. The rest is read at the save.
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.ndarray, np.generic)
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+_MAX_DEPTH = 100  # of containers in each other
+_MAX_NESTED = 1000  # values of a container that is looked through for others
 
 _AT_EPOCH = "@epoch"  # ends the name of a frame's variables as they were when the epoch began
 
@@ -179,9 +187,10 @@ class LoopVariables(UserState):
         later = set() if self._saved is None else self._set(frames, is_batch=False)
         self._epoch_counts = self._counts_of(frames)
         self._at_epoch = {}
-        for name, values in self._plain_variables(frames).items():
-            then = {key: each for key, each in values.items() if f"{name}.{key}" not in later}
-            self._at_epoch[f"{name}{_AT_EPOCH}"] = Holder(SimpleNamespace(**then))
+        for name, holder in self._holders_of(frames).items():
+            now = vars(holder.value).items()
+            plain = {k: v for k, v in now if _is_plain(v) and f"{name}.{k}" not in later}
+            self._at_epoch[f"{name}{_AT_EPOCH}"] = Holder(SimpleNamespace(**plain))
         if self._has_operands and self._has_batch:
             self._holders = self._all_holders(frames)
             seen = self._walk().seen
@@ -219,18 +228,6 @@ class LoopVariables(UserState):
             kept = {k: v for k, v in values.items() if not (has_loop(v) or is_counter(v, asked))}
             holders[name] = Holder(SimpleNamespace(**kept), frame=named[name].frame)
         return holders
-
-    def _plain_variables(self, frames: Sequence[LiveFrame]) -> dict[str, dict[str, Any]]:
-        """Copies of what is plain among the live variables of each frame.
-
-        All that is kept of them when an epoch begins; the rest is read at the save.
-        """
-        foreign = Foreign(self._scope.foreign(), (), {}, ())
-        copies: dict[str, dict[str, Any]] = {}
-        for name, holder in self._holders_of(frames).items():
-            of_frame = ((k, plain_copy(each, foreign)) for k, each in vars(holder.value).items())
-            copies[name] = {key: each for key, each in of_frame if each is not NOT_PLAIN}
-        return copies
 
     def _frames(self) -> list[LiveFrame]:
         owner = self._owner()
@@ -416,8 +413,7 @@ class LoopVariables(UserState):
         """Without variables that are the script's, and were when the epoch began.
 
         A variable that the function may still write is saved, whatever value it has: code that a
-        resume runs again may compute another one from what was restored. So is one that had
-        another value when the epoch began.
+        resume runs again may compute another one from what was restored.
         """
         changed = [
             path
@@ -425,9 +421,7 @@ class LoopVariables(UserState):
             if _AT_EPOCH not in path
             or self._first.get(path.replace(_AT_EPOCH, "", 1)) != found.seen[path].digest
         ]
-        at_epoch = {path.replace(_AT_EPOCH, "", 1) for path in changed if _AT_EPOCH in path}
-        written = self._stored | at_epoch if self._mode == RESTORE else set[str]()
-        written = written & found.seen.keys() - {*changed}
+        written = self._stored & found.seen.keys() - {*changed} if self._mode == RESTORE else ()
         return [*changed, *(path for path in sorted(written) if self._may_differ(found.seen[path]))]
 
     def _may_differ(self, seen: Seen) -> bool:
@@ -517,9 +511,9 @@ class LoopVariables(UserState):
             is_script=not (is_batch and self._epoch_fetch),
         )
         named, slots = name_frames(frames), saved["slots"]
-        made = {} if is_there or is_over else self._plain_variables(frames)
         if not is_there or "edited" in matches:
             slots = [each for each in slots if _is_read(each, named)]
+        made = {name: frame.variables() for name, frame in named.items()}
         restored = {*self._restore({**saved, "slots": slots}, found, skips=is_over or not is_there)}
         if not is_there:
             self._restore({**saved, "slots": saved["at_epoch"]}, self._walk(), skips=True)
@@ -527,11 +521,12 @@ class LoopVariables(UserState):
         for name, frame in named.items():
             values = self._values(name, restored)
             if not (is_there or is_over):
-                then, known = f"{name}{_AT_EPOCH}", saved["script"]["digests"].keys()
-                kept = {each for each in values if f"{then}.{each}" in known}  # or the script's
-                later.update(f"{name}.{each}" for each in values.keys() - kept)
-                values.update((each, v) for each, v in made.get(name, {}).items() if each in kept)
-                values.update(self._values(then, restored))
+                then, known = f"{name}{_AT_EPOCH}", saved["script"]["digests"]
+                begun = {each for each in values if f"{then}.{each}" in known}
+                later.update(f"{name}.{each}" for each in values.keys() - begun)
+                # Those that are not in the checkpoint were what the script has made again.
+                kept = {k: v for k, v in made[name].items() if k in begun and type(v) in SCALARS}
+                values = {**values, **kept, **self._values(then, restored)}
             frame.set(values)
         if self._has_counters and not is_over:
             counts = saved["script"].get("counts" if is_there else "epoch_counts")
@@ -580,6 +575,16 @@ def _is_read(entry: Sequence[Any], frames: Mapping[str, LiveFrame]) -> bool:
     owner, _, name, _ = entry
     frame = frames.get(owner.removesuffix(_AT_EPOCH))
     return frame is None or name in frame.names
+
+
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    """Whether it holds plain values alone; a result would keep its activations."""
+    if isinstance(value, Tensor):
+        return isinstance(value, nn.Parameter) or not value.requires_grad
+    if depth > _MAX_DEPTH or type(value) not in _CONTAINERS:
+        return isinstance(value, _PLAIN)
+    items = [*value.values()] if isinstance(value, dict) else [*value]
+    return len(items) <= _MAX_NESTED and all(_is_plain(each, depth + 1) for each in items)
 
 
 def _elsewhere(frames: Sequence[LiveFrame], sites: Sequence[Site]) -> StateMismatchError:

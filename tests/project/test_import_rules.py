@@ -215,7 +215,7 @@ BUDGET: dict[str, int] = {
     "storage": 2_660,
     "serialization": 2_970,
     "live": 1_080,
-    "capture": 6_620,  # 30: copies of what an epoch begins with, were 15 in run
+    "capture": 6_600,
     "data": 4_080,
     "record": 1_440,
     "run": 6_020,  # 60: runs inside each other, saves that failed, reports that nothing keeps

@@ -12,7 +12,6 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Set
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -290,37 +289,3 @@ def _holds_text(value: Any) -> bool:
         items = value.values() if isinstance(value, dict) else value
         return any(isinstance(each, (str, bytes)) and each for each in items)
     return isinstance(value, (str, bytes)) and bool(value)
-
-
-# ---------------------------------------------------------------- copies of all else
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
-NOT_PLAIN = object()
-_MAX_COPIED_BYTES = 1 << 20  # of a tensor or an array
-_CONTAINERS = (list, tuple, dict, set, frozenset)
-_MAX_DEPTH = 100  # of containers in each other
-_MAX_NESTED = 100_000  # values of a container that is looked through for others
-
-
-def plain_copy(value: Any, foreign: Foreign, depth: int = 0) -> Any:
-    """A copy of what holds plain values alone, without graphs; ``NOT_PLAIN`` for all else.
-
-    What is saved elsewhere, and large memory, is not copied.
-    """
-    if isinstance(value, Tensor):
-        is_strided = value.layout is torch.strided
-        if not is_strided or value.nbytes > _MAX_COPIED_BYTES or value in foreign:
-            return value if value.grad_fn is None else NOT_PLAIN
-        return value.detach().clone().requires_grad_(value.requires_grad)
-    if isinstance(value, np.ndarray):
-        return value if value.nbytes > _MAX_COPIED_BYTES else value.copy()
-    if depth > _MAX_DEPTH or type(value) not in _CONTAINERS:
-        return value if isinstance(value, _PLAIN) else NOT_PLAIN
-    items = [*value.values()] if isinstance(value, dict) else [*value]
-    if len(items) > _MAX_NESTED:
-        return NOT_PLAIN
-    copies = [plain_copy(each, foreign, depth + 1) for each in items]
-    if any(each is NOT_PLAIN for each in copies):
-        return NOT_PLAIN
-    kind: Any = type(value)
-    return dict(zip(value, copies, strict=True)) if isinstance(value, dict) else kind(copies)
