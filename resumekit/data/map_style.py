@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any
 
@@ -36,7 +36,7 @@ from resumekit.data.loader_traits import (
     iterate_copy,
     kept_iterators,
     known_length,
-    private_generators,
+    nested_generators,
 )
 from resumekit.data.seeking import (
     RecordingSampler,
@@ -137,6 +137,12 @@ class MapSource(Source):
             is_complete = len(objects) == len(samplers)
             self._objects = ObjectsAtStart(follow(objects)) if is_complete else None
 
+    @cached_property
+    def _in_workers(self) -> Collection[str]:
+        """The generators that workers have copies of."""
+        copied = ("dataset", "collate_fn")
+        return nested_generators({name: self.traits.parts[name] for name in copied})
+
     @property
     def fidelity(self) -> tuple[Fidelity, str]:
         workers = self.traits.num_workers
@@ -147,7 +153,7 @@ class MapSource(Source):
             return Fidelity.LOST, f"{what}; a Dataset is exact"
         if self._sampler.tape is not None and self._sampler.tape.overflowed:
             return Fidelity.LOST, f"the sampler {DRAWS_LAZILY}"
-        hidden = private_generators(self.traits.dataset, "dataset.") if workers else {}
+        hidden = self._in_workers if workers else ()
         if hidden:
             return (
                 Fidelity.LOST,

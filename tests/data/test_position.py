@@ -64,6 +64,31 @@ class InBatches(Noisy):
         return [(*each, first[0]) for each in noisy]
 
 
+class Jittered(Noisy):
+    """A transform of it has a private generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transforms = [{"jitter": random.Random(7)}]
+
+
+def collate_with(rng: random.Random) -> Any:
+    return lambda samples: (default_collate(samples), rng.random())
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("of_collate", [False, True])
+def test_private_generators_in_workers_are_lost_however_deep(split: bool, of_collate: bool) -> None:
+    data: Any = Noisy() if of_collate else Jittered()
+    data = torch.utils.data.Subset(data, [0, 1, 2]) if split else data
+    options = {"collate_fn": collate_with(random.Random(3))} if of_collate else {}
+    word, reason = open_source(DataLoader(data, num_workers=1, **options), "train").fidelity
+    assert word is Fidelity.LOST
+    assert ("collate_fn." if of_collate else "jitter") in reason
+    plain = open_source(DataLoader(Noisy(), num_workers=1), "train")
+    assert plain.fidelity == (Fidelity.EXACT, "")
+
+
 class Halves(Sampler[int]):
     """A user's sampler with a private generator, written as a generator function."""
 

@@ -168,6 +168,8 @@ def require_resumable(engine: Any, *, name: str = "engine") -> None:
     found = [what for name, what in _REFUSED.items() if holds(name)]
     if engine.mp_world_size > 1 or engine.autotp_size() > 1:
         found.append("tensor parallelism")
+    if hasattr(engine.optimizer, "backup_optimizer"):  # steps the parts that stay on the GPU
+        found.append("zero_optimization.offload_optimizer.ratio below 1")
     if not engine.zero_load_from_fp32_weights():
         found.append("zero_optimization.load_from_fp32_weights=false")
     if found:
