@@ -31,6 +31,8 @@ NAMES = (
     LOAD_STATE := PrivateName("load_state", _ACCELERATOR, ("input_dir",), is_written=True),
     ENGINE,
     PrivateName("step", f"{_ACCELERATOR}.accumulate", is_written=True),
+    PrivateName("sync_gradients", _ACCELERATOR, is_written=True),
+    PrivateName("gradient_accumulation_steps", _ACCELERATOR, is_written=True),
     PrivateName("project_configuration.iteration", f"{_ACCELERATOR}.save_state", is_written=True),
 )
 

@@ -81,20 +81,39 @@ def marked_step(folder: Path | None, run_id: str) -> int | None:
     return step if isinstance(step, int) else None
 
 
-class AcceleratorCounts(AttributeState):
-    """The micro-batches of the accumulation window; numbers of ``save_state`` folders continue.
+_WINDOW, _WINDOW_AT_START = "window", "window_at_start"
 
-    accelerate 1.15 accelerator.py: ``accumulate`` ends its windows where ``step`` says. The folder
-    of a new process would be named checkpoint_0 again, which is an error, and with ``total_limit``
-    the newest ones would be deleted as the oldest.
+
+class AcceleratorCounts(AttributeState):
+    """The accumulation window; numbers of ``save_state`` folders continue.
+
+    accelerate 1.15 accelerator.py: ``accumulate`` ends its windows where ``step`` says, and
+    ``zero_grad()`` at the top of a loop asks whether the last batch ended one. A window of another
+    length, as training sets it, is kept unless the script begins with another one. The folder of a
+    new process would be named checkpoint_0 again, which is an error, and with ``total_limit`` the
+    newest ones would be deleted as the oldest.
     """
 
     def __init__(self, accelerator: Any) -> None:
         super().__init__(accelerator, ["step"], key=f"{Slot.CALLBACKS.value}/accelerator")
         self._accelerator = accelerator
+        self._window_at_start: int = accelerator.gradient_accumulation_steps
+
+    def state_dict(self) -> dict[str, Any]:
+        accelerator = self._accelerator
+        return {
+            **super().state_dict(),
+            "sync_gradients": accelerator.sync_gradients,
+            _WINDOW: accelerator.gradient_accumulation_steps,
+            _WINDOW_AT_START: self._window_at_start,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Sets the count, and the next folder's number to one that is not taken."""
+        """Sets the window, and the next folder's number to one that is not taken."""
+        if _WINDOW in state:  # older checkpoints lack it
+            self._accelerator.sync_gradients = state["sync_gradients"]
+            if state[_WINDOW_AT_START] == self._window_at_start:
+                self._accelerator.gradient_accumulation_steps = state[_WINDOW]
         project = self._accelerator.project_configuration
         if project.automatic_checkpoint_naming:
             project.iteration = max(project.iteration, _next_number(Path(project.project_dir)))

@@ -68,6 +68,35 @@ def train(
     checkpointer.close()
 
 
+def accumulated(directory: str, *, grows: bool = False) -> None:
+    """Clears gradients at the top of the loop, and saves inside windows.
+
+    Args:
+        directory: the run directory.
+        grows: whether the window grows in training.
+    """
+    set_seed(0)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2 if grows else 4)
+    model: Any = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 10))
+    optimizer: Any = AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, shuffled())
+    checkpointer = Checkpointer(
+        accelerator, directory, save_every=None, mid_accumulation="gradients", strict=True
+    )
+    for number, (images, labels) in enumerate(checkpointer.batches(loader, epochs=3)):
+        optimizer.zero_grad()
+        with accelerator.accumulate(model):
+            loss = nn.functional.cross_entropy(model(images), labels)
+            accelerator.backward(loss)
+            optimizer.step()
+            checkpointer.step(loss=loss)
+        if grows and number == 5:
+            accelerator.gradient_accumulation_steps = 3
+        if number % 7 == 5:
+            checkpointer.save()
+    checkpointer.close()
+
+
 def joined(directory: str, *, num_samples: int) -> None:
     """Ranks that may have unlike numbers of batches.
 

@@ -9,7 +9,7 @@ from preloads import ACCELERATE
 
 pytest.importorskip("accelerate")
 
-from accelerate_loops_workloads import joined, train
+from accelerate_loops_workloads import accumulated, joined, train
 
 from resumekit.testing import Cell, KillPoint, Kit
 
@@ -27,6 +27,13 @@ ROWS: dict[str, tuple[dict[str, Any], int, tuple[int, ...]]] = {
 def test_a_killed_run_continues_exactly(kit: Kit, row: str) -> None:
     options, world_size, steps = ROWS[row]
     kit.assert_exact(Cell(train, options, world_size, tuple(map(KillPoint.step, steps))))
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_window_that_a_save_falls_into_continues_exactly(kit: Kit, grows: bool) -> None:
+    cell = Cell(accumulated, {"grows": grows}, 1, (KillPoint.step(5),))
+    kit.assert_exact(cell)
+    kit.assert_caught(cell, "callbacks/accelerator")
 
 
 def test_the_turn_of_an_evaluation_left_out_is_caught_and_named(kit: Kit) -> None:
