@@ -109,7 +109,7 @@ class AcceleratorCounts(AttributeState):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Sets the window, and the next folder's number to one that is not taken."""
+        """Sets the accumulation window, and the next folder's number to one that is not taken."""
         if _WINDOW in state:  # older checkpoints lack it
             self._accelerator.sync_gradients = state["sync_gradients"]
             if state[_WINDOW_AT_START] == self._window_at_start:

@@ -69,11 +69,11 @@ def train(
 
 
 def accumulated(directory: str, *, grows: bool = False) -> None:
-    """Clears gradients at the top of the loop, and saves inside windows.
+    """Clears gradients at the top of the loop, and saves inside accumulation windows.
 
     Args:
         directory: the run directory.
-        grows: whether the window grows in training.
+        grows: whether the accumulation window grows in training.
     """
     set_seed(0)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2 if grows else 4)
