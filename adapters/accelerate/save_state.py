@@ -81,7 +81,7 @@ def marked_step(folder: Path | None, run_id: str) -> int | None:
     return step if isinstance(step, int) else None
 
 
-_WINDOW, _WINDOW_AT_START = "window", "window_at_start"
+_SYNC, _WINDOW, _WINDOW_AT_START = "sync_gradients", "window", "window_at_start"
 
 
 class AcceleratorCounts(AttributeState):
@@ -100,20 +100,18 @@ class AcceleratorCounts(AttributeState):
         self._window_at_start: int = accelerator.gradient_accumulation_steps
 
     def state_dict(self) -> dict[str, Any]:
-        accelerator = self._accelerator
-        return {
-            **super().state_dict(),
-            "sync_gradients": accelerator.sync_gradients,
-            _WINDOW: accelerator.gradient_accumulation_steps,
-            _WINDOW_AT_START: self._window_at_start,
-        }
+        """The count, and what is not as in a new process."""
+        found, accelerator = super().state_dict(), self._accelerator
+        if not accelerator.sync_gradients:
+            found[_SYNC] = False
+        now, then = accelerator.gradient_accumulation_steps, self._window_at_start
+        return found if now == then else {**found, _WINDOW: now, _WINDOW_AT_START: then}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Sets the accumulation window, and the next folder's number to one that is not taken."""
-        if _WINDOW in state:  # older checkpoints lack it
-            self._accelerator.sync_gradients = state["sync_gradients"]
-            if state[_WINDOW_AT_START] == self._window_at_start:
-                self._accelerator.gradient_accumulation_steps = state[_WINDOW]
+        self._accelerator.sync_gradients = state.get(_SYNC, True)
+        if state.get(_WINDOW_AT_START) == self._window_at_start:
+            self._accelerator.gradient_accumulation_steps = state[_WINDOW]
         project = self._accelerator.project_configuration
         if project.automatic_checkpoint_naming:
             project.iteration = max(project.iteration, _next_number(Path(project.project_dir)))
