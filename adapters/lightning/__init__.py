@@ -162,9 +162,7 @@ class ResumeCallback(Callback):
             prepare_epoch(trainer)
             loop = self._loop
             if loop is not None and loop.goes_on_after_end and loop.progress.batch == 0:
-                # The hooks that begin the epoch were not called yet.
-                self._loops.user_state.restore_now()
-                loop.restore_random()
+                loop.end_resume()  # the hooks that begin the epoch were not called yet
             private.TRAIN_LOADER.of(trainer).follow(trainer)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:

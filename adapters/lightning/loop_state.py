@@ -192,7 +192,7 @@ class LoopState(ComponentState):
 
     def before_first_batch(self) -> None:
         """Lightning asks for the first batch of an epoch."""
-        self.user_state.restore_now()  # attributes that hooks such as on_train_start reset
+        self.user_state.restore_early()  # for the loaders that are requested here
         if self._pending is not None:
             self._enter_epoch(self._pending)
         self._restore_validation()

@@ -242,9 +242,10 @@ class ResumeCallback(TrainerCallback):
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The first epoch of this launch; later ones begin when the former is over."""
         if not self._in_training:
-            # Every callback has initialised its attributes.
-            self._user_state.restore_now()
-            changed = self._settings.restore_now()
+            # Every callback has initialised its attributes. Those after this one get this event in
+            # each launch: what they do in an epoch that continues is undone at its first batch.
+            self._user_state.restore_early()
+            changed = self._settings.restore_early()
             if changed and state.is_world_process_zero:
                 values = ", ".join(changed)
                 logger.info("%s: changed in training; using the checkpoint's values", values)

@@ -59,6 +59,36 @@ class Plain(Annealed):
         return (self.layers(batch[0]) - 1).square().mean()
 
 
+class Tempered(Plain):
+    """Changes a hyperparameter in each step, and reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"temperature": 1.0, "schedule": {"factor": 0.9}})
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.hparams.temperature *= self.hparams.schedule["factor"]
+        return self.hparams.temperature * super().training_step(batch, batch_idx)
+
+
+class Preparing(Plain):
+    """Loads weights, sets a rate and clips when a fit begins, and changes the rate in each epoch.
+
+    Every launch calls these hooks; what they do is a part of the run's first moments only.
+    """
+
+    def on_fit_start(self) -> None:
+        with torch.no_grad():
+            self.layers[0].weight.copy_(torch.full((8, 4), 0.1) + torch.eye(8, 4))
+
+    def on_train_start(self) -> None:
+        self.trainer.optimizers[0].param_groups[0]["lr"] = 2e-2
+        nn.init.zeros_(self.layers[2].bias)
+
+    def on_train_epoch_start(self) -> None:
+        self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
+
+
 class AnnealsRate(Callback):
     """Sets the learning rate by a helper object."""
 
@@ -176,7 +206,13 @@ class Writing(Callback):
             print(float(outputs["loss"].detach()).hex(), float(reward).hex(), file=file)
 
 
-MODULES = {"annealed": Annealed, "plain": Plain, "dqn": Dqn}
+MODULES = {
+    "annealed": Annealed,
+    "plain": Plain,
+    "tempered": Tempered,
+    "preparing": Preparing,
+    "dqn": Dqn,
+}
 
 
 def train(directory: str, *, module: str, save_every: int = 3, anneals_rate: bool = False) -> None:

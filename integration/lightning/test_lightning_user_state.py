@@ -25,6 +25,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {  # the options, and the compone
         {"module": "plain", "anneals_rate": True},
         "callbacks/attributes",
     ),
+    "hyperparameters that training changes": ({"module": "tempered"}, "model/attributes"),
     "a replay buffer, an agent and an environment": ({"module": "dqn"}, "model/attributes"),
 }
 KILLS = (KillPoint.step(8), KillPoint.step(17))
@@ -44,6 +45,12 @@ def test_objects_in_attributes_that_are_not_restored_are_caught(kit: Kit, case: 
     cell = Cell(train, options, kills=KILLS)
     killed = kit.run_killed(cell, inject=component)
     assert difference(kit.run_uninterrupted(cell), killed)
+
+
+@pytest.mark.parametrize("kills", [(KillPoint.step(8), KillPoint.step(17)), (KillPoint.step(13),)])
+def test_what_hooks_of_the_start_change_is_restored(kit: Kit, kills: tuple[KillPoint, ...]) -> None:
+    cell = Cell(train, {"module": "preparing"}, kills=kills)
+    assert difference(kit.run_uninterrupted(cell), kit.run_killed(cell)) == ""
 
 
 def difference(whole: Run, killed: Run) -> str:

@@ -46,10 +46,7 @@ def cell_of(name: str, **options: Any) -> Cell:
 def lines_of(run: Run) -> list[str]:
     """What each launch has logged of state that was restored again, by rank 0."""
     logs = sorted(run.directory.glob("launch-*-rank-00000.log"))
-    found = [
-        re.findall("restored again after the script changed it: (.*) \\(", log.read_text())
-        for log in logs
-    ]
+    found = [re.findall("restored again: (.*) \\(", log.read_text()) for log in logs]
     return [", ".join(each) for each in found]
 
 

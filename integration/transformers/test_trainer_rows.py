@@ -58,6 +58,8 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[KillPoint, ...]]] = {
     "two callbacks of one class": ({"callbacks": "two of a class"}, TWICE),
     "parameters that are frozen at a step": ({"callbacks": "freezing"}, TWICE),
     "arguments that are changed at a step": ({"callbacks": "tightening"}, TWICE),
+    "what every start and epoch changes": ({"callbacks": "preparing"}, TWICE),
+    "the same between two epochs": ({"callbacks": "preparing"}, (BOUNDARY,)),
     "a layer that anneals": ({"kind": "annealed"}, TWICE),
     "a Trainer that holds something": ({"kind": "weighed"}, TWICE),
     "a learning rate that the optimizer scales": ({"scaled": True}, (MIDDLE,)),
@@ -125,6 +127,7 @@ def require_exact(kit: Kit, one: Cell) -> None:
     "LoRA",
     "a stream, in a later pass",
     "parameters*",
+    "what every start and epoch changes",
     "a Trainer that holds something",
     "TRL, preferences",
 )

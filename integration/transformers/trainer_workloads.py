@@ -40,6 +40,7 @@ from transformers import (
     set_seed,
 )
 from transformers.optimization import Adafactor, AdafactorSchedule
+from transformers.trainer_callback import ExportableState
 from transformers_workloads import BATCH_SIZE, BLOCK_SIZE, NUM_BLOCKS, Blocks
 from trl_workloads import GENERATING, GENERATING_ARGUMENTS, TRL, Rising, trl_classes, unpaired
 
@@ -215,6 +216,35 @@ class Tightening(TrainerCallback):
             state.logging_steps = 2
 
 
+class Preparing(TrainerCallback, ExportableState):
+    """Sets up the training at its start, and changes it by a factor in each epoch.
+
+    Every launch calls these events; what they do belongs to the run's first moments only.
+    """
+
+    def __init__(self) -> None:
+        self.scale, self.num_epochs = 1.0, 0
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"scale": self.scale}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.scale = 2.0
+        with torch.no_grad():
+            next(kwargs["model"].parameters()).mul_(1.5)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.num_epochs += 1
+        args.max_grad_norm *= 0.5
+        for group in kwargs["optimizer"].param_groups:
+            group["weight_decay"] += 0.1 * self.num_epochs
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.scale *= 0.9
+        with torch.no_grad():
+            next(kwargs["model"].parameters()).add_(1e-3 * self.scale)
+
+
 class Weighing(Trainer):
     """A user-defined class: a mean teacher, learned weights of two losses, recent losses.
 
@@ -350,6 +380,7 @@ def train(
         "averaging": [Averaging()],
         "freezing": [Freezing()],
         "tightening": [Tightening()],
+        "preparing": [Preparing()],
         "two of a class": [Norms("weight"), Norms("bias")],
     }
     others: list[Any] = known.get(callbacks, [])

@@ -5,7 +5,8 @@
 ``begin`` comes first where a loader has to see its end (``_see_end``), and where a framework begins
 an epoch early (``prime``). Other fetches call nothing here. The first ``begin``:
 
-1. ``restore_again``: what the script has changed since the loop began is restored again.
+1. ``restore_again``: what code has changed since the loop began is restored again: lines of the
+   script, hooks that a framework calls at each start and at each epoch's.
 2. The loader takes its position, and the RNG state is set: inside an epoch in this order; where an
    epoch starts the RNG state and 3 come first, because the loader draws from it.
 3. States that are ``AfterRng`` are set, and the run is ``Running``.
@@ -62,15 +63,14 @@ def begin(run: RunState, feed: Feed, epoch: int) -> None:
 
 @collector_paused()
 def restore_again(run: RunState) -> None:
-    """Restores once more what the script has changed since the loop began; once. Collective.
+    """Restores once more what other code has changed since the loop began; once. Collective.
 
     Compares digests, and reads the checkpoint only where one differs. Does nothing after a fresh
-    start and in a framework's loop. States that are ``AfterRng``, the data position and the RNG
-    state are no part of it.
+    start. States that are ``AfterRng``, the data position and the RNG state are no part of it.
 
     Raises:
         InexactError: ``strict=True``, and a component still differs after it was restored again.
-        StateMismatchError: the script has rebuilt an object, so that it refuses its state.
+        StateMismatchError: an object was rebuilt, so that it refuses its state.
         IncompleteLoadError: the checkpoint cannot be read any more.
     """
     if isinstance(run.phase, Loaded) and run.phase.restored is not None:

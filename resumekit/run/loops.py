@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from resumekit.data.position import EpochUsage, Feed, epoch_usage
 from resumekit.data.source import Source
 from resumekit.errors import DataPositionError, ResumekitError
-from resumekit.run.fetch import enter_loop, restore_random
+from resumekit.run.fetch import end_resume, enter_loop
 from resumekit.run.loop import Loop
 from resumekit.run.progress import OwnLoop, Progress
 from resumekit.run.report import ResumeReport
@@ -380,12 +380,12 @@ class FrameworkLoop:
         """
         return self._loop.run.saved(key)
 
-    def restore_random(self) -> None:
-        """Sets the random state now, and not when the epoch begins. A no-op the second time.
+    def end_resume(self) -> None:
+        """Restores all but the position now, and not when the epoch begins. Collective, idempotent.
 
         For a framework that runs code between the position of the checkpoint and that point.
         """
-        restore_random(self._loop.run)
+        end_resume(self._loop.run)
 
     @property
     def step_in_flight(self) -> int | None:
@@ -435,8 +435,11 @@ class FrameworkLoop:
         return epoch_usage(run.position, loader, run.saved(Slot.DATA.value))
 
     def resume(self) -> ResumeReport:
-        """Restores all but the data position and the random state. Collective, idempotent."""
-        report = self._loop.resume()
+        """Restores all but the data position and the random state. Collective, idempotent.
+
+        What hooks change from here to the first batch is undone there.
+        """
+        report = enter(self._loop.run)
         if self._epochs is None:
             self._loop.begin_loop("epochs")
             self._epochs = Epochs(self._owner, self._loop, None)

@@ -82,7 +82,7 @@ class Reporter:
         self.log(f"{report}{cadence if report.finished is None else hint}")
 
     def log_restored_again(self, keys: Sequence[str], left: Sequence[str]) -> None:
-        """One line on components that the script has changed before the first batch.
+        """One line on components that code has changed between the resume and the first batch.
 
         Args:
             keys: those that were restored again.
@@ -92,14 +92,14 @@ class Reporter:
             InexactError: ``strict=True``, and there are such.
         """
         if left:
-            found = f"changed in the script before the first batch, not restored: {_listed(left)}"
+            found = f"changed before the first batch, not restored: {_listed(left)}"
             if self._options.strict:
                 raise InexactError("strict=True", found=found, remedy="Change it before the loop")
             self.warn(f"{found}; change it before the loop")
         elif keys:
             self.log(
-                f"restored again after the script changed it: {_listed(keys)} (code before the "
-                "first batch had run before the save)"
+                f"restored again: {_listed(keys)} (code before the first batch changed it, and "
+                "had run before the save)"
             )
 
     def note_start(

@@ -1,8 +1,8 @@
 """One resume, in order: find the newest valid checkpoint, then load it into the live objects.
 
 Entering the user's outermost loop calls ``enter``, then ``accept_horizon``; ``resume`` may have
-been called before. An adapter for a framework's loop calls ``find``, ``accept_horizon``,
-``resume``, and its loops ``enter`` alone. What is restored, and when:
+been called before. An adapter for a framework's loop calls ``find``, ``accept_horizon``, then
+``enter``. What is restored, and when:
 
 1. ``find``: the progress.
 2. ``resume``: models, optimizers and the other components.
@@ -168,8 +168,7 @@ def _load(run: RunState, searched: Searched, agreed: Agreed, asked: Mapping[str,
         run.owned.gradients_resumed(found.states.keys())
         agreed.replicas.check_after_resume()
         report = replace(report, finished=run.counters.finished)
-        if not run.is_driven:
-            restored = RestoredState(loading, searched.finder)
+        restored = RestoredState(loading, searched.finder)
     latest = None if found is None else str(found.name)
     num_here = searched.finder.buffer.num_ranks_here
     opened = (searched.store, searched.data_ranks, searched.parent)
@@ -205,11 +204,11 @@ def _causes(run: RunState, found: Found, asked: Mapping[str, Any]) -> list[str]:
 # ---------------------------------------------------------------- the loop begins
 
 
-def enter(run: RunState, horizon: Mapping[str, int], loader: Any = None) -> None:
+def enter(run: RunState, horizon: Mapping[str, int] = _NOTHING, loader: Any = None) -> ResumeReport:
     """Resumes as a loop begins; a later loop of the launch changes nothing. Collective.
 
     What the script has changed since an earlier ``resume`` is kept. What it changes from here to
-    the first fetch is undone there, except after a fresh start and in a framework's loop.
+    the first fetch is undone there, except after a fresh start.
 
     Args:
         run: the run.
@@ -217,9 +216,10 @@ def enter(run: RunState, horizon: Mapping[str, int], loader: Any = None) -> None
         loader: of the loop that has the horizon, where it is known.
     """
     is_new = run.resumed is None
-    resume(run, {**horizon, "batch_size": getattr(loader, "batch_size", None)})
+    report = resume(run, {**horizon, "batch_size": getattr(loader, "batch_size", None)})
     if isinstance(run.phase, Loaded) and run.phase.restored is not None:
         run.phase.restored.enter(is_new=is_new)
+    return report
 
 
 def accept_horizon(

@@ -124,8 +124,8 @@ class Loaded:
 
     Args:
         running: the phase after this one.
-        restored: what the script may change before the fetch; None after a fresh start, in a
-            framework's loop, and once it was restored again.
+        restored: what other code may change before the fetch; None after a fresh start, and once
+            it was restored again.
     """
 
     running: Running

@@ -461,7 +461,7 @@ def test_a_component_that_stays_changed_is_reported(
         job.train()
 
     train(tmp_path, 13)
-    words = "changed in the script before the first batch, not restored: extras"
+    words = "changed before the first batch, not restored: extras"
     if is_strict:
         with pytest.raises(InexactError, match=words):
             train(tmp_path, None)

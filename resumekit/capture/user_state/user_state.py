@@ -442,11 +442,18 @@ class UserState(Renamed, BeforeSave, AfterRng):
     def after_rng_restore(self) -> None:
         self.restore_now()
 
+    def restore_early(self) -> tuple[str, ...]:
+        """Does ``restore_now`` for code before the first batch, and leaves it to be done again."""
+        pending = self._pending
+        restored = self.restore_now()
+        self._pending = pending
+        return restored
+
     def restore_now(self) -> tuple[str, ...]:
         """Sets the saved values in the live objects, once, and records what training starts from.
 
         To be called in each launch just before the first batch, when all hooks that make objects
-        have run. Nothing changes when an object that is needed is missing.
+        have run. Nothing changes where an object that is needed is missing.
 
         Returns:
             The paths that were set.
@@ -466,9 +473,7 @@ class UserState(Renamed, BeforeSave, AfterRng):
                 self._first.pop(path, None)
             if each.is_known and (is_code(each.value) or self._scope.code is not None):
                 self._note_first(path, each, found)
-        restored: list[str] = []
-        for saved in self._waiting:
-            restored += self._restore(saved, found)
+        restored = [path for saved in self._waiting for path in self._restore(saved, found)]
         waiting = map(self._rest, self._waiting) if self._grows else ()
         self._waiting = [each for each in waiting if each["slots"]]
         self._unsaved_from_start |= found.unsaved()

@@ -328,7 +328,8 @@ def kind_of_class(kind: Any) -> Kind:
         return Kind.OPAQUE
     if issubclass(kind, _NAMED):
         return Kind.NAMED
-    if issubclass(kind, _NO_STATE) or _is_leaf(str(kind.__module__)):
+    is_leaf = _is_leaf(str(kind.__module__)) and not issubclass(kind, (*SEQUENCES, dict, set))
+    if issubclass(kind, _NO_STATE) or is_leaf:  # what a container has is the user's
         return Kind.LEAF
     return _kind_of_object(kind)
 

@@ -54,6 +54,8 @@ from resumekit.live import is_library_file
 from resumekit.state import CaptureLine, Fidelity, Stateful
 
 _LIGHTNING = frozenset({"lightning", "pytorch_lightning"})
+# The user's, though a library sets it: lightning 2.6 core/mixins/hparams_mixin.py ``hparams``.
+_OF_USER = frozenset({"_hparams"})
 
 _WITH_HOOKS = (Optimizer, Tensor, nn.Module)
 
@@ -339,7 +341,7 @@ class _Walker:
             is_saved = value is self._holder.value and self._holder.is_saved
             self._left_out, self._data_only = (), ()
             if isinstance(value, nn.Module):
-                self._left_out = attributes_set_by(_LIGHTNING, type(value))
+                self._left_out = attributes_set_by(_LIGHTNING, type(value)) - _OF_USER
                 for name, each in submodules(value):
                     self.path_of(each, f"{path}.{name}")
             elif top_package(class_of(value)) not in LIBRARIES:

@@ -391,8 +391,9 @@ def _resplit(
 
 # ---------------------------------------------------------------- restored again at the first fetch
 
-# What a script can change. The position in the data and the random state follow at the first fetch,
-# and so does all state that is ``AfterRng``.
+# What a script, or a framework's hooks, can change. The position in the data and the random state
+# follow at the first fetch, and so does all state that is ``AfterRng``. That of a framework's own
+# loop, which moves until then, is left to its adapter.
 _SLOTS = frozenset(
     {
         Slot.MODEL.value,
@@ -440,6 +441,7 @@ class RestoredState:
             if each.key in found.states
             and each.slot in _SLOTS
             and not isinstance(each.stateful, AfterRng)
+            and not (each.slot == Slot.CALLBACKS.value and each.framework)
         ]
         self._digests = self._digest()
         self._given: dict[str, Any] = {}
