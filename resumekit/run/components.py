@@ -121,6 +121,7 @@ class RunComponents:
             foreign=weakly(self._saved_elsewhere, []),
             named=weakly(self._given_objects, {}),
         )
+        self.variables.saved_twice = self._loader_state.saved_parts
         self.position.follow_content = weakly(self._follow_content, None)
         per_rank, job = _PER_RANK, SharingPattern.GLOBAL
         self._core = [

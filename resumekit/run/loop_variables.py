@@ -545,20 +545,17 @@ class LoopVariables(UserState):
     def _note_edited(self, saved: Mapping[str, Any]) -> None:
         """One line on values that the script begins with and that are others than they were."""
         written = {*map(label_of, saved["slots"]), *saved["lost"]}
-        edited = [
-            path
-            for path, digest in saved["script"]["digests"].items()
-            if path not in written and str(self._first.get(path, digest)) != digest
-            if not self._is_resumed_step(path)
-        ]
+        script = saved["script"]["digests"].items()
+        changed = [p for p, digest in script if str(self._first.get(p, digest)) != digest]
+        edited = [p for p in changed if p not in written and not self._is_resumed_step(p)]
         if edited:
             logger.info("changed in the script: %s; using the script's value", ", ".join(edited))
 
     def _is_resumed_step(self, path: str) -> bool:
         """Whether a variable has the step that the run resumes at, as from ``resume().step``."""
         frame, _, name = path.rpartition(".")
-        value = getattr(self._holders[frame].value, name, None) if frame in self._holders else None
-        owner = self._owner()
+        holder, owner = self._holders.get(frame), self._owner()
+        value = getattr(holder.value, name, None) if holder else None
         return type(value) is int and owner is not None and value == owner.progress.step
 
     def _at_epochs_of(self, frames: Sequence[LiveFrame]) -> dict[str, Holder]:
@@ -566,8 +563,8 @@ class LoopVariables(UserState):
 
     def _values(self, name: str, restored: Iterable[str]) -> dict[str, Any]:
         """The restored variables of one frame."""
-        variables = vars(self._holders[name].value)
-        return {each: v for each, v in variables.items() if f"{name}.{each}" in restored}
+        items = vars(self._holders[name].value).items()
+        return {each: value for each, value in items if f"{name}.{each}" in restored}
 
 
 def _is_read(entry: Sequence[Any], frames: Mapping[str, LiveFrame]) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from resumekit.adapters.torch import Checkpointer
 from resumekit.errors import InexactError, ResumekitError, StateMismatchError
@@ -352,6 +352,51 @@ def test_what_could_not_be_saved_is_not_called_edited(
     lines = [each.getMessage() for each in caplog.records]
     assert any("states" in line and "memory of a model" in line for line in lines)
     assert not any("changed in the script" in line for line in lines)
+
+
+class Replayed(Dataset[Any]):
+    """Samples of a list that training changes, as of a replay buffer."""
+
+    def __init__(self, samples: list[torch.Tensor]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        sample = self.samples[index % len(self.samples)]
+        return sample, sample[:2]
+
+
+def replaying(parts: Trained) -> None:
+    samples = [torch.full((3,), 0.1 * number) for number in range(4)]
+    data = Replayed(samples)
+    for _ in parts.ckpt.epochs(2):
+        for batch in parts.ckpt.batches(DataLoader(data, batch_size=2)):
+            parts.step(batch, 1.0)
+            samples.append(parts.model(batch[0])[0].detach().sum().expand(3).clone())
+            del samples[0]
+            assert samples is data.samples
+
+
+def replaying_a_copy(parts: Trained) -> None:
+    """The same with a copy in the dataset, which is to stay one."""
+    samples = [torch.full((3,), 0.1 * number) for number in range(4)]
+    data = Replayed(list(samples))
+    for _ in parts.ckpt.epochs(2):
+        for batch in parts.ckpt.batches(DataLoader(data, batch_size=2)):
+            parts.step(batch, float(samples[-1].sum()))
+            samples.append(parts.model(batch[0])[0].detach().sum().expand(3).clone())
+            data.samples[0] = samples.pop(0) + 1
+            assert samples is not data.samples
+
+
+@pytest.mark.parametrize("train", [replaying, replaying_a_copy])
+def test_what_a_variable_and_a_dataset_share_is_one_after_a_resume(
+    tmp_path: Path, train: Train
+) -> None:
+    whole = losses_of(train, tmp_path / "whole")
+    assert losses_of(train, tmp_path / "run", 2, 5, 9, strict=True) == whole
 
 
 def counted(parts: Trained) -> None:

@@ -8,7 +8,7 @@ import functools
 import operator
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -27,6 +27,7 @@ from resumekit.capture.user_state.encoding import (
     can_be_made,
     maker_of,
     module_of,
+    read_nodes,
 )
 from resumekit.capture.user_state.memory import (
     Layout,
@@ -71,6 +72,12 @@ _REPLACEABLE_BY: dict[Kind, tuple[str, ...]] = {
 }
 
 
+def label_of(entry: Sequence[Any]) -> str:
+    """The path of a saved slot."""
+    owner, role, name, _ = entry
+    return ValueSlot(None, Role(role), name).label(owner)
+
+
 class NodeDecoder:
     """Makes live values of encoded ones, in the live objects where they can hold them.
 
@@ -78,37 +85,35 @@ class NodeDecoder:
 
     Args:
         where: what errors call the state.
-        nodes: the table, from ``read_nodes``.
-        data: what is next to it.
+        saved: the state; what live values of other paths than its own refer to is not filled, but
+            for what another user state has saved as well.
         walk: of the live objects.
         device: where tensors are made that were on a device.
-        filled: the encoded values by path; what live values of other paths refer to is not filled.
-        layouts: of the memory that its tensors and arrays share.
+
+    Raises:
+        StateMismatchError: the table of the state is malformed.
     """
 
     def __init__(
-        self,
-        where: str,
-        nodes: Sequence[Any],
-        data: Sequence[Any],
-        walk: Walk,
-        device: torch.device | None,
-        filled: Mapping[str, Any],
-        layouts: Iterable[Layout],
+        self, where: str, saved: Mapping[str, Any], walk: Walk, device: torch.device | None
     ) -> None:
         self._where = where
-        self._nodes, self._data = nodes, data
+        filled = {label_of(entry): entry[3] for entry in saved["slots"]}
+        self._nodes, self._data = read_nodes(where, saved, filled.values())
+        self._twice: Collection[int] = saved.get("twice", ())
         self._walk = walk
         self._device = device
         self._classes = LiveClasses((*walk.objects.values(), *walk.foreign.modules))
         self._made: dict[int, Any] = {}
         self.objects: dict[str, Any] = {}  # that no launch makes, by their path in the checkpoint
-        self._memory = SharedMemory(where, layouts, data, walk.seen, walk.clusters, filled)
+        layouts: Iterable[Layout] = saved.get("sharing", ())
+        self._memory = SharedMemory(where, layouts, self._data, walk.seen, walk.clusters, filled)
         self._actions: list[Callable[[], Any]] = []
         self._assigned: list[tuple[ValueSlot, Any]] = []
-        # Live objects that a node fills, or none may, by id.
         kept = (e.value for path, e in walk.seen.items() if e.is_known and path not in filled)
-        self._taken = {id(part): part for each in kept for part in parts_in(each)}
+        # Live objects that no node may fill, by id, and those that one fills.
+        self._kept = {id(part): part for each in kept for part in parts_in(each)}
+        self._taken: dict[int, Any] = {}
 
     def run(self) -> None:
         """Changes the live objects.
@@ -181,6 +186,8 @@ class NodeDecoder:
             return encoded
         index = encoded[0]
         if index not in self._made:
+            if index in self._twice:
+                self._kept.pop(id(live), None)
             self._made[index] = self._node(index, self._nodes[index], live, path)
         return self._made[index]
 
@@ -442,9 +449,8 @@ class NodeDecoder:
     def _buffer(self, node: Sequence[Any], live: Any, path: str) -> Any:
         typecode, content = node[1], self._data[node[2]]
         made: Any = array(typecode, content) if typecode else bytearray(content)
-        if type(live) is not type(made) or getattr(live, "typecode", "") != typecode:
-            return made
-        if not self._take(live):
+        is_like = type(live) is type(made) and getattr(live, "typecode", "") == typecode
+        if not (is_like and self._take(live)):
             return made
         self._actions.append(lambda: operator.setitem(live, slice(None), made))
         return live
@@ -475,10 +481,8 @@ class NodeDecoder:
 
     def _array(self, node: Sequence[Any], live: Any, path: str) -> Any:
         saved, location = self._data[node[1]], self._memory.locate(node[1], live, None)
-        is_like = type(live) is np.ndarray and (live.dtype, live.shape) == (
-            saved.dtype,
-            saved.shape,
-        )
+        sort = saved.dtype, saved.shape
+        is_like = type(live) is np.ndarray and (live.dtype, live.shape) == sort
         if is_like and live.flags.writeable and self._is_filled(live, location, saved):
             return live
         if location is None:
@@ -502,7 +506,7 @@ class NodeDecoder:
 
     def _take(self, live: Any) -> bool:
         """Whether it may be filled: what two nodes fill, or another value keeps, is two again."""
-        if id(live) in self._taken:
+        if id(live) in self._kept or id(live) in self._taken:
             return False
         self._taken[id(live)] = live
         return True

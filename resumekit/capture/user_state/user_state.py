@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import copy
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from resumekit.capture.user_state.attributes import (
     parts_of_modules,
 )
 from resumekit.capture.user_state.decoding import NodeDecoder, device_of
+from resumekit.capture.user_state.decoding import label_of as label_of
 from resumekit.capture.user_state.digests import TOO_MANY, UncapturedError, has_paths
 from resumekit.capture.user_state.encoding import NodeEncoder, read_nodes
 from resumekit.capture.user_state.exclusions import is_secret
@@ -37,6 +38,7 @@ from resumekit.capture.user_state.value_types import (
     is_code,
     is_library,
     kind_of,
+    parts_in,
 )
 from resumekit.capture.user_state.walk import (
     Problem,
@@ -73,17 +75,17 @@ class _Changes(NamedTuple):
 
     Args:
         found: the walk that saw it.
-        nodes: the table that the values refer to, as text.
-        data: what is next to it.
+        encoder: has the table that the values refer to.
         values: the encoded values, by path.
         sharing: the layouts of the memory that some of it shares.
+        twice: the nodes of what another user state saves as well.
         problems: why others that differ cannot be saved, by path.
     """
 
     found: Walk
-    nodes: str
-    data: list[Any]
+    encoder: NodeEncoder
     sharing: list[Layout]
+    twice: list[int]
     values: dict[str, Any]
     problems: dict[str, Problem]
 
@@ -118,7 +120,7 @@ class UserState(Renamed, BeforeSave, AfterRng):
     ) -> None:
         self.key = key
         self._grows = grows
-        self._holders = {name: _as_holder(each) for name, each in holders.items()}
+        self._holders = _as_holders(holders)
         self._scope = _scope(Scope(foreign, named), transient, limit_bytes)
         self._pending: Mapping[str, Any] | None = None  # as it was loaded
         self._waiting: list[Mapping[str, Any]] = []  # for holders that were not added yet
@@ -130,6 +132,7 @@ class UserState(Renamed, BeforeSave, AfterRng):
         self._parts: dict[str, dict[str, str]] = {}  # of modules, before the first batch
         self.objects: Mapping[str, Any] = {}  # that the last walk entered, by path
         self.code: Collection[Any] = ()  # functions and classes that it met and did not enter
+        self.saved_twice: Callable[[], Iterable[Any]] = tuple  # gives what another state has
         self._take_baseline()
 
     def _take_baseline(self) -> Walk:
@@ -173,9 +176,8 @@ class UserState(Renamed, BeforeSave, AfterRng):
             holders: the objects by name.
             first_of: the digest that a slot of an object had at first; None where it is not known.
         """
-        given = {name: _as_holder(each) for name, each in holders.items()}
-        known = {n: h.value for n, h in self._holders.items()}
-        new = {n: h for n, h in given.items() if known.get(n) is not h.value}
+        known = {name: each.value for name, each in self._holders.items()}
+        new = {n: h for n, h in _as_holders(holders).items() if known.get(n) is not h.value}
         if not new:
             return
         before = self._baseline
@@ -188,13 +190,12 @@ class UserState(Renamed, BeforeSave, AfterRng):
                 self._first.pop(path, None)
                 self._made.pop(path, None)
         for now, then in zip(self._baseline, before, strict=True):
-            kept = {path: each for path, each in then.items() if not is_below(path, new)}
-            now.update(kept)
+            now.update((path, each) for path, each in then.items() if not is_below(path, new))
         self._began = False
 
     def replace(self, holders: Mapping[str, Any]) -> None:
         """Other objects under the same names; what the first ones held stays the baseline."""
-        self._holders = {name: _as_holder(each) for name, each in holders.items()}
+        self._holders = _as_holders(holders)
         self._note_known(self._walk())
 
     def extend_baseline(self, holders: Mapping[str, Any], *, is_script: bool = True) -> Walk:
@@ -205,7 +206,7 @@ class UserState(Renamed, BeforeSave, AfterRng):
             is_script: False where code that a resume runs again has made the new values, perhaps
                 from what a resume restores: those that are not large count as changed.
         """
-        self._holders = {name: _as_holder(each) for name, each in holders.items()}
+        self._holders = _as_holders(holders)
         found = self._walk()
         for path, each in found.seen.items():
             if not each.is_known or path in self._first:
@@ -270,17 +271,25 @@ class UserState(Renamed, BeforeSave, AfterRng):
         if self._pending is not None:
             return dict(self._pending)
         changes, self._for_save = self._for_save or self._encoded(self._walk()), None
-        found, encoded = changes.found, changes.values
+        found, encoded, nodes = changes.found, changes.values, changes.encoder.nodes
         return {
             "slots": [_entry(found.seen[path], value) for path, value in encoded.items()],
-            "nodes": changes.nodes,
-            "data": changes.data,
+            "nodes": json.dumps(nodes, separators=(",", ":")) if nodes else "",
+            "data": changes.encoder.data,
             "first": {p: str(self._first[p]) for p in encoded if p in self._made},
             "lost": sorted(changes.problems),
             "holders": {name: {} for name in self._holders},  # without content, so it may be empty
             "waiting": [dict(each) for each in self._waiting],
             **({"sharing": changes.sharing} if changes.sharing else {}),
+            **({"twice": changes.twice} if changes.twice else {}),
         }
+
+    def saved_parts(self) -> Iterator[Any]:
+        """The values that are saved, and all in them; from ``before_save`` to ``state_dict``."""
+        changes = self._for_save
+        seen = changes.found.seen if changes else {}
+        for path in changes.values if changes else ():
+            yield from parts_in(seen[path].value)
 
     def _encoded(self, found: Walk) -> _Changes:
         """What differs from the baseline, as it is saved."""
@@ -310,9 +319,9 @@ class UserState(Renamed, BeforeSave, AfterRng):
                 f"changed together with {unsaved[found.seen[path].owner]}, which is not saved"
             )
         values = {**aliases(encoder.indices, found.seen, self._known, values), **values}
-        nodes = json.dumps(encoder.nodes, separators=(",", ":")) if encoder.nodes else ""
         sharing = found.clusters.layouts(encoder.placed, found.seen, values)
-        return _Changes(found, nodes, encoder.data, sharing, values, problems)
+        twice = {encoder.indices.get(id(each), -1) for each in self.saved_twice()} - {-1}
+        return _Changes(found, encoder, sharing, sorted(twice), values, problems)
 
     def _changed(self, found: Walk) -> list[str]:
         """The slots that differ, of the objects whose slots are saved one by one."""
@@ -424,8 +433,7 @@ class UserState(Renamed, BeforeSave, AfterRng):
             return False
         names = [name for name in self._holders if is_below(owner, [name])]
         is_of_model = any(self._holders[name].is_component for name in names)
-        has_none = not names and not self._grows
-        return has_none or is_of_model
+        return is_of_model or not (names or self._grows)
 
     def _differs_at_start(self, path: str, digest: str) -> bool:
         return path in self._made and str(self._first[path]) != digest
@@ -497,11 +505,8 @@ class UserState(Renamed, BeforeSave, AfterRng):
             found: the live objects.
             skips: what needs an object that is not there yet is left out.
         """
-        table = read_nodes(self.key, saved, [entry[3] for entry in saved["slots"]])
-        filled = {label_of(entry): entry[3] for entry in saved["slots"]}
         given = [*self._scope.foreign(), *(each.value for each in self._holders.values())]
-        device, sharing = device_of(given), saved.get("sharing", [])
-        decoder = NodeDecoder(self.key, *table, found, device, filled, sharing)
+        decoder = NodeDecoder(self.key, saved, found, device_of(given))
         restored: list[str] = []
         for entry in saved["slots"]:
             slot = self._slot(entry, found)
@@ -567,8 +572,8 @@ class UserState(Renamed, BeforeSave, AfterRng):
         return found
 
 
-def _as_holder(given: Any) -> Holder:
-    return given if isinstance(given, Holder) else Holder(given)
+def _as_holders(given: Mapping[str, Any]) -> dict[str, Holder]:
+    return {n: each if isinstance(each, Holder) else Holder(each) for n, each in given.items()}
 
 
 def _is_small(value: Any) -> bool:
@@ -577,12 +582,6 @@ def _is_small(value: Any) -> bool:
 
 def _entry(seen: Seen, value: Any) -> list[Any]:
     return [seen.owner, seen.slot.role.value, seen.slot.name, value]
-
-
-def label_of(entry: Sequence[Any]) -> str:
-    """The path of a saved slot."""
-    owner, role, name, _ = entry
-    return ValueSlot(None, Role(role), name).label(owner)
 
 
 def _scope(scope: Scope, transient: Collection[str], limit_bytes: int) -> Scope:
