@@ -16,6 +16,7 @@ import torch
 from annealed import Annealed
 from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 from digits import Digits
 from torch import nn
 from torch.distributed import destroy_process_group, get_rank, get_world_size
@@ -37,6 +38,14 @@ class LoadsItself(torch.optim.AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As its parent does."""
         super().load_state_dict(state_dict)
+
+
+class TrackedDropout(nn.Dropout):
+    """Draws from an RNG state of its own, as the parts of a model-parallel layer do."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        with get_cuda_rng_tracker().fork("dropout"):
+            return super().forward(inputs)
 
 
 class HalfPrecisionCPU(CPU_Accelerator):
@@ -118,6 +127,7 @@ def train(
     mark: bool = True,
     report: bool = False,
     annealed: bool = False,
+    tracked: bool = False,
     width: int = 32,
     epochs: int = 2,
     save_every: int = 3,
@@ -134,6 +144,9 @@ def train(
     torch.manual_seed(0)
     normalisation = nn.LayerNorm if is_bf16 or is_fp16 else nn.BatchNorm1d
     dropout = Annealed(width) if annealed else nn.Dropout(0.3)
+    if tracked:
+        get_cuda_rng_tracker().add("dropout", 7)
+        dropout = TrackedDropout(0.3)
     bare = nn.Sequential(
         nn.Linear(64, width), normalisation(width), nn.ReLU(), dropout, nn.Linear(width, 10)
     )

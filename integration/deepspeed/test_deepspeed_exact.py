@@ -43,6 +43,7 @@ STYLES: dict[str, tuple[int, dict[str, Any]]] = {  # the ranks, and the options
         1,
         {"precision": "bf16, gradients in fp32", "scheduler": "deepspeed"},
     ),
+    "dropout that draws from a tracked RNG state": (1, {"tracked": True}),
     "no ZeRO on 2 ranks": (2, {"stage": 0}),
     "an optimizer that loads itself, stage 2": (2, {"stage": 2, "loads_itself": True}),
     "an optimizer that loads itself, stage 3": (2, {"stage": 3, "loads_itself": True}),

@@ -6,6 +6,7 @@ engine, or a framework such as Accelerate or Lightning.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,9 +41,10 @@ from resumekit.frameworks.deepspeed._private import (
     ZeroStageEnum,
     engine_faults,
     fragment_address,
+    get_cuda_rng_tracker,
 )
 from resumekit.frameworks.deepspeed.zero import ZeroModelState, ZeroOptimizerState, is_by_name
-from resumekit.state import SharingPattern, Slot, StateComponent
+from resumekit.state import ComponentState, SharingPattern, Slot, StateComponent
 
 __all__ = [
     "dynamic_scaler",
@@ -55,6 +57,7 @@ __all__ = [
 
 _TAG = "resumekit"
 _COUNTERS_KEY = f"{Slot.CALLBACKS.value}/deepspeed"
+_TRACKED_KEY = f"{Slot.CALLBACKS.value}/tracked_rng"
 _NORM = "global_grad_norm"
 _WINDOW = "gradient_accumulation_steps"
 _WINDOW_AT_START = "gradient_accumulation_steps_at_start"
@@ -134,6 +137,9 @@ def engine_components(
     yield StateComponent(
         counters, _Counters(engine, key=counters), required=False, framework="DeepSpeed"
     )
+    tracked = _TrackedRng(key=key_of(_TRACKED_KEY))
+    if tracked.state_dict()["states"]:
+        yield StateComponent(tracked.key, tracked, per_rank, required=False)
 
 
 def _autocast_scaler(engine: Any) -> Any:
@@ -213,6 +219,24 @@ class _Counters(AttributeState):
 
     def fingerprint(self) -> dict[str, Any]:
         return {"config": self._engine.config}
+
+
+class _TrackedRng(ComponentState):
+    """The RNG states of the process that ``deepspeed.checkpointing`` draws from in ``fork()``."""
+
+    def __init__(self, *, key: str) -> None:
+        self.key = key
+        self._tracker = get_cuda_rng_tracker()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"states": self._tracker.get_states()}
+
+    def check_state_dict(self, state: Any) -> None:
+        require_fields(self.key, state, {"states": dict})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        self._tracker.set_states(copy.deepcopy(state["states"]))
+        return ()
 
 
 class _LossScaler(AttributeState):

@@ -14,6 +14,7 @@ from resumekit.requirements import PrivateName, faults, require
 require("deepspeed")
 
 from deepspeed import comm  # noqa: E402
+from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker  # noqa: E402
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer  # noqa: E402
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine  # noqa: E402
 from deepspeed.runtime.engine import DeepSpeedEngine  # noqa: E402
@@ -37,6 +38,7 @@ __all__ = [
     "ZeroStageEnum",
     "comm",
     "fragment_address",
+    "get_cuda_rng_tracker",
 ]
 
 _ENGINE = "deepspeed 0.19 runtime/engine.py DeepSpeedEngine"
