@@ -221,7 +221,7 @@ class ResumeCallback(TrainerCallback):
             limit_bytes=self._options.user_state_limit,
         )
         self._settings = changed_settings(self._trainer)
-        self._in_training = False
+        self._in_training, self._loss = False, None
         if self._loop.finished:
             return num_train_epochs, 0
         return self._plan.epoch, self._plan.batches_to_skip

@@ -399,6 +399,21 @@ def test_what_a_variable_and_a_dataset_share_is_one_after_a_resume(
     assert losses_of(train, tmp_path / "run", 2, 5, 9, strict=True) == whole
 
 
+def drawn_at_the_top(parts: Trained) -> None:
+    for _ in parts.ckpt.epochs(5):
+        if torch.rand(()) < 0.5:
+            for batch in parts.ckpt.batches(parts.loader):
+                parts.step(batch, 1.0)
+        else:
+            for batch in parts.ckpt.batches(parts.loader):
+                parts.step(batch, 2.0)
+
+
+def test_a_number_drawn_at_the_top_of_an_epoch_is_drawn_again(tmp_path: Path) -> None:
+    whole = losses_of(drawn_at_the_top, tmp_path / "whole")
+    assert losses_of(drawn_at_the_top, tmp_path / "run", 5, 8, 11, 14, 19) == whole
+
+
 def counted(parts: Trained) -> None:
     step = parts.ckpt.resume().step
     for batch in parts.ckpt.batches(parts.loader, epochs=2):
