@@ -366,7 +366,7 @@ def test_a_finished_run_that_goes_further_shows_its_state_and_sets_its_random_st
     assert loop.saved("progress")["progress"]["step"] == NUM_BATCHES
     loop.resume()
     assert loop.goes_on_after_end
-    loop.restore_random()
+    loop.end_resume()
     assert torch.equal(torch.rand(1), expected)
     assert loop.next_epoch() == 1
     checkpointer.close()

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit.adapters.torch import Checkpointer
 from resumekit.errors import ConfigurationError, Preempted, RankDisagreementError
-from resumekit.run.due_saves import LeaveSignals, RequestExchange, Requests
+from resumekit.run.due_saves import RequestExchange, Requests
+from resumekit.run.preemption import LeaveSignals
 
 pytestmark = pytest.mark.usefixtures("signal_handlers")
 
