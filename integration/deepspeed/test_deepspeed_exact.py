@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from adapter_suite import AdapterSuite
 from checkpoint_files import require_independent_copy
+from deepspeed_extension import compile_once
 from frozen_backbone import require_exact_and_linked
 from preloads import DEEPSPEED
 
@@ -179,6 +180,7 @@ class TestDeepSpeed(AdapterSuite):
 
     @pytest.mark.full
     def test_fp16_with_the_fused_optimizer_continues_exactly(self, kit: Kit) -> None:
+        compile_once("FusedAdamBuilder")
         self.require_exact_in_fp16(kit, {"stage": 0, "precision": "fp16, fused"}, 1)
 
     def require_exact_in_fp16(self, kit: Kit, options: dict[str, Any], world_size: int) -> None:

@@ -19,11 +19,15 @@ _LOCK_NAME = "resumekit-deepspeed-extension.lock"
 
 
 @cache
-def compile_once() -> None:
-    """Compiles it where that was not done before; takes a minute the first time."""
+def compile_once(builder: str = "ShareMemCommBuilder") -> None:
+    """Compiles an extension where that was not done before; takes a minute the first time.
+
+    Args:
+        builder: of the extension; by default of the one that every start loads.
+    """
     with open(Path(tempfile.gettempdir(), _LOCK_NAME), "w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # one worker of pytest-xdist at a time
-        subprocess.run([sys.executable, __file__], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([sys.executable, __file__, builder], check=True, stdout=subprocess.DEVNULL)
 
 
 def remove_stale(lock: Path) -> bool:
@@ -41,12 +45,12 @@ def _is_open(handle: Path, lock: Path) -> bool:
     return False
 
 
-def main() -> None:
+def main(name: str) -> None:
     """Compiles, in this process."""
     from deepspeed.accelerator import get_accelerator
     from torch.utils.cpp_extension import _get_build_directory
 
-    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+    builder = get_accelerator().create_op_builder(name)
     if builder is not None and builder.is_compatible():
         folder = _get_build_directory(builder.name, False)
         remove_stale(Path(folder).resolve() / "lock")
@@ -54,4 +58,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])
