@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,9 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _no_inherited_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    # ``resumekit.trace`` asks for its variable once in a process; here each test is one.
+    if record := sys.modules.get("resumekit.record.trace"):
+        monkeypatch.setattr(record._process, "asked", False)
     for name in [name for name in os.environ if name.startswith("RESUMEKIT_")]:
         monkeypatch.delenv(name)
 
