@@ -66,7 +66,6 @@ from resumekit.state import (
 _NAMESPACES = (dict, SimpleNamespace)  # of modules and functions: their variables stand alone
 # Of functions that are reached later, these are the script's when they are seen for the first time.
 _OF_CODE = (Role.GLOBAL, Role.CELL, Role.DEFAULTS)
-_DIGESTED_FACTOR = 16  # tensors and arrays that are digested, per byte that may be saved
 _MAX_COPIED = 1000  # values of a plain container that is set back to what the script made
 
 
@@ -121,7 +120,7 @@ class UserState(Renamed, BeforeSave, AfterRng):
         self.key = key
         self._grows = grows
         self._holders = _as_holders(holders)
-        self._scope = _scope(Scope(foreign, named), transient, limit_bytes)
+        self._scope = Scope(foreign, named).limited(transient, limit_bytes)
         self._pending: Mapping[str, Any] | None = None  # as it was loaded
         self._waiting: list[Mapping[str, Any]] = []  # for holders that were not added yet
         self._for_save: _Changes | None = None
@@ -151,7 +150,7 @@ class UserState(Renamed, BeforeSave, AfterRng):
     def configure(self, transient: Collection[str], limit_bytes: int) -> None:
         """Takes these options of the run, see ``__init__``."""
         former = self._scope.limit_bytes
-        self._scope = _scope(self._scope, transient, limit_bytes)
+        self._scope = self._scope.limited(transient, limit_bytes)
         if limit_bytes != former:  # what the baseline has of transient paths is not looked at again
             self._take_baseline()
 
@@ -582,15 +581,6 @@ def _is_small(value: Any) -> bool:
 
 def _entry(seen: Seen, value: Any) -> list[Any]:
     return [seen.owner, seen.slot.role.value, seen.slot.name, value]
-
-
-def _scope(scope: Scope, transient: Collection[str], limit_bytes: int) -> Scope:
-    return replace(
-        scope,
-        transient=frozenset(transient),
-        limit_bytes=limit_bytes,
-        memory_bytes=_DIGESTED_FACTOR * limit_bytes,
-    )
 
 
 def _listed(names: list[str], num: int = 3) -> str:

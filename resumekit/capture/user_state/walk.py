@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from types import CodeType, ModuleType, SimpleNamespace
@@ -65,6 +65,8 @@ _MAX_COMPUTED_ELEMENTS = 1 << 16  # larger tensors with a graph are the output o
 # Of the objects of libraries that a training reaches, the nearest ones are walked: from a plot, a
 # request or a test there may be a way to all that a program has.
 _MAX_OF_LIBRARIES = 2_000
+
+_DIGESTED_FACTOR = 16  # tensors and arrays that are digested, per byte that may be saved
 
 
 class Problem(NamedTuple):
@@ -154,6 +156,15 @@ class Scope:
     limit_bytes: int = 256 * 10**6
     memory_bytes: int = 256 * 10**6
     code: Callable[[], Iterable[Any]] | None = None
+
+    def limited(self, transient: Collection[str], limit_bytes: int) -> Scope:
+        """The same with these options of the run."""
+        return replace(
+            self,
+            transient=frozenset(transient),
+            limit_bytes=limit_bytes,
+            memory_bytes=_DIGESTED_FACTOR * limit_bytes,
+        )
 
     @cached_property
     def _last_parts(self) -> Collection[str]:
