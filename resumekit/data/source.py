@@ -335,9 +335,11 @@ def user_objects(
     """
     found: dict[str, Holder] = {}
     for name, each in (given or source.traits.parts).items():
-        value = each
+        value, num_subsets = each, 0
         while type(value) is Subset:
-            value = value.dataset
+            subset = f"{source.name}.subset{num_subsets or ''}"
+            found[subset] = Holder(value, only={"indices"})
+            value, num_subsets = value.dataset, num_subsets + 1
         value = getattr(value, "__self__", value)
         if is_user_object(value) and not isinstance(value, Stateful):
             attributes = getattr(value, "__dict__", {}).items()

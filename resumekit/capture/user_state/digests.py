@@ -236,6 +236,13 @@ class Content:
             self._update(b"floats")
             self._update(np.array(value, "<f8"))
             return True
+        if kind is int and len(value) > MAX_OBJECTS:  # shorter ones have digests in checkpoints
+            numbers = np.array(value)
+            if numbers.dtype == np.int64:
+                self._spend_memory(numbers.nbytes)
+                self._update(b"integers")
+                self._update(numbers)
+                return True
         columns: list[list[Any]] = []
         if kind is np.ndarray:
             columns = [list(value)]
