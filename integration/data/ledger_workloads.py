@@ -514,12 +514,22 @@ def _curriculum(job: Job) -> None:
             job.step(epoch, batch)
 
 
+def _changed(job: Job) -> None:
+    rows = job.asked.rows()
+    loader = job.asked.loader(rows, shuffle=True)
+    for epoch in job.checkpointer.epochs(NUM_EPOCHS):
+        for batch in job.checkpointer.batches(loader):
+            job.step(epoch, batch)
+        rows.rows += 1
+
+
 LOOPS: dict[str, Callable[[Job], None]] = {
     "a dict of two loaders": _in_step,
     "two loaders in turn": _in_turn,
     "an endless loader, steps=N": _without_end,
     "a loader recreated in each epoch": _rebuilt,
     "another loader in each epoch": _curriculum,
+    "a Dataset that training changes between epochs": _changed,
 }
 
 

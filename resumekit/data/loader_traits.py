@@ -48,8 +48,8 @@ class LoaderTraits:
             other seeds, by every loader.
         is_torchdata: it is a StatefulDataLoader that iterates as torchdata's does.
         is_node_loader: it is torchdata's over a graph of nodes, which may read ahead in threads.
-        parts: what it calls: the dataset (itself where it is an iterable one), the function that
-            collates, and samplers; None for one that it does not have.
+        parts: what it calls: the dataset (itself where it is an iterable one), the functions that
+            collate and that begin a worker, and samplers; None for one that it does not have.
         samplers: every sampler, by dotted name, outermost first.
         num_workers: the number of its worker processes.
         keeps_workers: they outlive the epoch.
@@ -162,7 +162,9 @@ def _is_shared(value: Any) -> bool:
     return isinstance(value, (Dataset, torch.nn.Module, ModuleType))
 
 
-_CALLED = ("collate_fn", "sampler", "batch_sampler")
+_CALLED = ("collate_fn", "worker_init_fn", "sampler", "batch_sampler")
+# Those of which workers get copies.
+COPIED = ("dataset", "collate_fn", "worker_init_fn")
 _UNORDERED = "in_order=False delivers in an order that no record can repeat"
 
 
@@ -326,10 +328,10 @@ DATASET_PREFIXES = ("dataset.", "collate_fn.")
 
 def without_prefetch(state: dict[str, Any]) -> dict[str, Any]:
     """A position inside an epoch, without how far prefetching has drawn the epoch's order."""
-    if not state["batch"]:
-        return state
     # The order is there once the sampler has drawn it all, what it is drawn again from before that.
-    known = {key: each for key, each in state.items() if key not in ("order", "objects")}
+    known = {key: each for key, each in state.items() if key not in ("order", "objects", "copied")}
+    if not state["batch"]:
+        return known
     found = state["generators"].items()
     return {**known, "generators": {n: each for n, each in found if n.startswith(DATASET_PREFIXES)}}
 

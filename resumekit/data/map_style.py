@@ -28,6 +28,7 @@ from resumekit.data.loader_changes import (
     refuse_kind,
 )
 from resumekit.data.loader_traits import (
+    COPIED,
     DATASET_PREFIXES,
     WRAPPED,
     LoaderTraits,
@@ -118,6 +119,8 @@ class MapSource(Source):
         self._checked = 0  # samples of the order that were drawn again and compared
         self._at_start: Any = None  # a copy of an unknown sampler as it was when the epoch began
         self._objects: ObjectsAtStart | None = None  # of the sampler
+        self._copied: ObjectsAtStart | None = None  # of which workers have copies
+        self._saved_copied: dict[str, Any] = {}  # what a resume sets these to
         self._saved_start: dict[str, Any] | None = None  # what a resume sets them to; None: nothing
         self._unknown = ""  # why the order of the epoch may not be found again
         self._kept = kept_iterators(loader)
@@ -130,6 +133,14 @@ class MapSource(Source):
         return RecordingSampler(*recording)
 
     def follow_objects(self, follow: MakeUserState) -> None:
+        copied = {name: self.traits.parts[name] for name in COPIED}
+        objects = user_objects(self, copied)
+        # With keys, a resume inside the epoch may have workers.
+        if self._copied is None and objects and (self.traits.num_workers or self.keyed):
+            self._copied = ObjectsAtStart(follow(objects, is_kept=False))
+            if self._pending is not None:  # user state is not restored yet
+                self._copied.begin(self._pending.get("copied"))
+                self._copied.set_back()
         if self._objects is None and may_draw_lazily(self._sampler.inner):
             samplers, shared = self.traits.samplers, self.traits.shared_parts()
             objects = user_objects(self, samplers, shared=shared.keys())
@@ -140,8 +151,7 @@ class MapSource(Source):
     @cached_property
     def _in_workers(self) -> Collection[str]:
         """The generators that workers have copies of."""
-        copied = ("dataset", "collate_fn")
-        return nested_generators({name: self.traits.parts[name] for name in copied})
+        return nested_generators({name: self.traits.parts[name] for name in COPIED[:2]})
 
     @property
     def fidelity(self) -> tuple[Fidelity, str]:
@@ -187,7 +197,7 @@ class MapSource(Source):
         else:
             self._continue_epoch(pending)
 
-    def _begin_fresh(self) -> None:
+    def _begin_fresh(self, resumed: Mapping[str, Any] | None = None) -> None:
         # torch 2.13 utils/data/dataloader.py DataLoader keeps that of persistent workers here.
         if self._copy.__dict__["_iterator"] is None:
             self._sampler.seeding = None
@@ -196,7 +206,22 @@ class MapSource(Source):
         self._samples = self._since = 0
         self._inherited, self.epoch_length = {}, None
         self._record_start()
-        self._iterator = iterate_copy(self._copy, self._kept)
+        self._iterator = self._iterate(resumed)
+
+    def _iterate(self, resumed: Mapping[str, Any] | None) -> Iterator[Any]:
+        """A new iterator.
+
+        Args:
+            resumed: the position at which another process had workers, which are started again.
+        """
+        copied = self._copied
+        if copied is None or self._copy.__dict__["_iterator"] is not None:
+            return iterate_copy(self._copy, self._kept, self.batch)
+        copied.begin(None if resumed is None else copied.state_dict())
+        iterator = iterate_copy(self._copy, self._kept, self.batch)
+        copied.set_back()
+        self._saved_copied = copied.state_dict() if resumed is None else resumed.get("copied", {})
+        return iterator
 
     def _record_start(self, saved: Mapping[str, Any] | None = None) -> None:
         """Records the samplers as the epoch begins, or sets them to what they were then."""
@@ -239,13 +264,13 @@ class MapSource(Source):
             self._record_start()
             seek = Seek(at_iter=self._rng.state_dict())
         else:
-            self._begin_fresh()
+            self._begin_fresh(pending if self.traits.keeps_workers else None)
             return
         self._sampler.seek(seek)
         self._attach_worker_states(self._workers, seek.num_padding)
         if pending["before"] is not None:
             self._load_rng(pending["before"])
-        self._iterator = iterate_copy(self._copy, self._kept, self.batch)
+        self._iterator = self._iterate(pending)
         self._discard_padding(seek.num_padding)
         if saved is not None and self._objects is not None:
             self._objects.set_back()
@@ -432,6 +457,7 @@ class MapSource(Source):
     def state_at(self, mark: BatchMark) -> dict[str, Any]:
         under_way = mark.batch > 0
         keep_workers = under_way or self.traits.keeps_workers
+        copied = self._saved_copied if keep_workers else {}
         workers = mark.workers if keep_workers else {}
         return {
             **self._state(),
@@ -443,6 +469,7 @@ class MapSource(Source):
             "num_workers": self.traits.num_workers,
             "before": self._sampler.seeding if keep_workers else None,
             "workers": {worker: {"states": states} for worker, states in workers.items()},
+            **({"copied": copied} if copied.get("slots") else {}),
         }
 
     def _epoch_state(self, mark: BatchMark) -> dict[str, Any]:

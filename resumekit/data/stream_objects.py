@@ -1,9 +1,9 @@
 """The user's objects that a loader reads: their state when the epoch began, and what changes it.
 
-A resume inside an epoch iterates a stream, or a sampler, again from there, so its objects need that
-state first. What they held at the interruption is restored after the used batches, as user state.
-This is exact where only the stream changes the objects, or where it has read all that it needs of
-them before its first sample.
+A resume inside an epoch iterates a stream, or a sampler, again from there, and starts workers with
+copies of the objects, so these need that state first. What they held at the interruption is
+restored after it, as user state. For a stream this is exact where only the stream changes the
+objects, or where it has read all that it needs of them before its first sample.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from typing import Any, TypeAlias
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from resumekit.capture.user_state.attributes import Holder
-from resumekit.capture.user_state.user_state import UserState
+from resumekit.capture.user_state.user_state import UserState, label_of
 from resumekit.capture.user_state.value_types import is_object_of_library, is_user_object
 from resumekit.capture.user_state.walk import content_digest
 from resumekit.log import logger
 from resumekit.state import Fidelity
 
 # Makes the user state of some objects, without what other components of the run save.
-MakeUserState: TypeAlias = Callable[[Mapping[str, Holder]], UserState]
+MakeUserState: TypeAlias = Callable[..., UserState]
 
 # Gives the class of the model by the id of each parameter that training changes.
 FindParameters: TypeAlias = Callable[[], Mapping[int, str]]
@@ -56,6 +55,7 @@ class ObjectsAtStart:
     def __init__(self, state: UserState) -> None:
         self._state = state
         self._at_start: dict[str, Any] = {}
+        self._replaced: dict[str, Any] | None = None  # by what ``begin`` has restored
         self._first: dict[str, Any] = {}  # digests when the epoch began
         self.is_complete = True
 
@@ -71,8 +71,7 @@ class ObjectsAtStart:
         """
         if saved is not None:
             self._state.check_state_dict(saved)
-            self._state.load_state_dict(saved)
-            self._state.restore_now()
+            self._replaced = self._exchange(saved)
         self._state.before_save()
         self._first = self._state.digests()
         self.is_complete = not self._state.findings()
@@ -83,16 +82,21 @@ class ObjectsAtStart:
         return self._at_start
 
     def set_back(self) -> None:
-        """Sets plain values to what the script made; user state restores only what differs."""
-        others = [
-            f"{path}.{name}"
-            for path, each in self._state.objects.items()
-            for name, value in getattr(each, "__dict__", {}).items()
-            if type(value) not in _PLAIN
-        ]
-        made = {**self._at_start, "slots": [], "first": {}, "lost": others}
-        self._state.load_state_dict(made)
+        """Sets what ``begin`` has restored to what it was; user state restores what differs."""
+        replaced, self._replaced = self._replaced, None
+        if replaced is not None:
+            self._exchange(replaced)
+        self._state.always = set()
+
+    def _exchange(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Sets a state of the objects; returns the one that they had, as far as it is another."""
+        always = self._state.always
+        self._state.always = always.union(map(label_of, state["slots"]))
+        replaced = copy.deepcopy(self._state.state_dict())
+        self._state.always = always
+        self._state.load_state_dict(state)
         self._state.restore_now()
+        return replaced
 
 
 class LoaderContent(ObjectsAtStart):

@@ -280,24 +280,31 @@ class RunComponents:
                 source.follow_objects(self._follow_stream)
                 source.watch_models(self._trained_parameters)
 
-    def _follow_stream(self, objects: Mapping[str, Holder]) -> UserState:
-        """The user state of what a stream reads; modules are not set to what they were then.
+    def _follow_stream(self, objects: Mapping[str, Holder], *, is_kept: bool = True) -> UserState:
+        """The user state of what a loader reads; modules are not set to what they were then.
 
-        A loader that is built again in each epoch keeps the baseline of the first one: a resumed
-        process has made no other.
+        Args:
+            objects: by name.
+            is_kept: a loader that is built again in each epoch keeps the baseline of the first one:
+                a resumed process has made no other.
         """
         names = frozenset(objects)
-        if names in self._stream_states:
+        if is_kept and names in self._stream_states:
             self._stream_states[names].replace(objects)
-        else:
-            self._stream_states[names] = UserState(
-                objects,
-                key=Slot.DATA.value,
-                foreign=weakly(self._modules_of_others, []),
-                transient=self._options.transient,
-                limit_bytes=self._options.user_state_limit,
-            )
-        return self._stream_states[names]
+            return self._stream_states[names]
+        state = UserState(
+            {},
+            key=Slot.DATA.value,
+            foreign=weakly(self._modules_of_others, []),
+            transient=self._options.transient,
+            limit_bytes=self._options.user_state_limit,
+        )
+        state.add(objects, self.variables.first_of)
+        if is_kept:
+            self._stream_states[names] = state
+        else:  # what user state sets before the objects are set to what they were
+            state.always = self._loader_state.waiting_paths()
+        return state
 
     def _follow_content(self, loader: Any) -> UserState | None:
         """The user state of what a loader is built from that the script has built in the epoch."""

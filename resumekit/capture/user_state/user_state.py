@@ -104,6 +104,9 @@ class UserState(Renamed, BeforeSave, AfterRng):
         transient: attribute paths that are neither saved nor reported, see ``Options``.
         limit_bytes: see ``Options.user_state_limit``.
         grows: holders are added later, so that state of others waits for them.
+
+    Attributes:
+        always: the paths of what is saved also where it is what the script made.
     """
 
     def __init__(
@@ -119,6 +122,7 @@ class UserState(Renamed, BeforeSave, AfterRng):
     ) -> None:
         self.key = key
         self._grows = grows
+        self.always: set[str] = set()
         self._holders = _as_holders(holders)
         self._scope = Scope(foreign, named).limited(transient, limit_bytes)
         self._pending: Mapping[str, Any] | None = None  # as it was loaded
@@ -329,7 +333,7 @@ class UserState(Renamed, BeforeSave, AfterRng):
             for path, each in found.seen.items()
             if each.is_known
             and each.owner in self._known
-            and (path not in self._first or self._first[path] != each.digest)
+            and (path not in self._first or self._first[path] != each.digest or path in self.always)
         ]
         return changed + found.moved_views(self._views, self._known)
 
@@ -489,6 +493,11 @@ class UserState(Renamed, BeforeSave, AfterRng):
         self._note_known(found, but=appended)
         return tuple(restored)
 
+    def waiting_paths(self) -> set[str]:
+        """The paths of the values that were loaded and are not set yet."""
+        states = self._waiting if self._pending is None else [self._pending]
+        return {label_of(entry) for each in states for entry in each["slots"]}
+
     def _rest(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """What of a state is for holders that were not added yet."""
         slots = [each for each in saved["slots"] if not is_below(each[0], self._holders)]
@@ -560,7 +569,7 @@ class UserState(Renamed, BeforeSave, AfterRng):
         for path, each in found.seen.items():
             if each.slot.role in _OF_CODE and each.is_known:
                 self._note_first(path, each, found)
-        gone = deleted_slots(self._first.keys() - found.seen.keys(), found.objects)
+        gone = deleted_slots({*self._first, *self.always} - found.seen.keys(), found.objects)
         for path, owner, slot in gone:
             found.seen[path] = Seen(slot, owner, Absent(), "deleted", False, False, None)
         self._too_large.update(
