@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from resumekit.capture.rng import RngState
+from resumekit.data.iterable import ReplaySource
 from resumekit.data.loader_changes import (
     FRAMEWORK_CHANGED,
     RANKS,
@@ -19,6 +20,7 @@ from resumekit.data.loader_changes import (
     refuse_kind,
 )
 from resumekit.data.loader_traits import (
+    COPIED,
     WRAPPED,
     LoaderTraits,
     announce_epoch,
@@ -26,10 +28,15 @@ from resumekit.data.loader_traits import (
     without_prefetch,
 )
 from resumekit.data.map_style import MapSource
-from resumekit.data.source import Source
-from resumekit.data.stream_objects import FindParameters, MakeUserState
+from resumekit.data.source import Source, user_objects
+from resumekit.data.stream_objects import FindParameters, MakeUserState, ObjectsReadAhead
 from resumekit.errors import DataPositionError
 from resumekit.state import Fidelity
+
+_CHANGED_AHEAD = (
+    "is changed for a batch that is fetched ahead of its step; change it between two epochs, or "
+    "name it in transient= if no sample depends on it"
+)
 
 
 @dataclass(frozen=True)
@@ -41,19 +48,22 @@ class _Fetched:
         random: the RNG state before the fetch; None where samples draw from keys.
         indices: the batch's sample indices.
         num_samples: their number.
+        marks: of the objects that it was fetched from, before the fetch.
     """
 
     position: Any
     random: dict[str, Any] | None
     indices: Any
     num_samples: int
+    marks: dict[str, Any]
 
 
 class OuterSource(Source):
     """Its position is that of the inner source before the first batch that was not delivered.
 
     What was taken and not delivered stands in its state under ``ahead``: the RNG state that
-    each such batch was fetched from, so that a resume fetches it once more.
+    each such batch was fetched from, so that a resume fetches it once more, when user state is
+    restored. ``ahead_values`` has what its objects held then, where that is something else.
 
     Args:
         traits: of what the user gave.
@@ -66,15 +76,28 @@ class OuterSource(Source):
         self._inner = inner
         self.keyed = inner.keyed
         self._ahead: deque[_Fetched] = deque()
+        self._to_fetch: deque[tuple[dict[str, Any] | None, dict[str, Any]]] = deque()  # once more
+        self._objects: ObjectsReadAhead | None = None
+        self._is_first = True  # no batch of the epoch was fetched
 
     def follow_objects(self, follow: MakeUserState) -> None:
-        self._inner.follow_objects(follow)
+        inner = self._inner
+        inner.follow_objects(follow)
+        # Workers have copies, and a stream replays what it changes itself.
+        is_elsewhere = inner.traits.num_workers or isinstance(inner, ReplaySource)
+        if self._objects is None and not is_elsewhere:
+            objects = user_objects(inner, {name: inner.traits.parts[name] for name in COPIED})
+            self._objects = ObjectsReadAhead(follow(objects, is_kept=False)) if objects else None
 
     def watch_models(self, trained: FindParameters) -> None:
         self._inner.watch_models(trained)
 
     @property
     def fidelity(self) -> tuple[Fidelity, str]:
+        marks = self._ahead[0].marks if self._ahead else None
+        changed = self._objects.changed_since(marks) if self._objects and marks is not None else []
+        if changed:
+            return Fidelity.LOST, f"{changed[0]} {_CHANGED_AHEAD}"
         return self._inner.fidelity
 
     @property
@@ -88,17 +111,47 @@ class OuterSource(Source):
     def end_epoch(self) -> None:
         self._inner.end_epoch()  # before its iterator is closed: it sees how far the epoch came
         super().end_epoch()
+        self._start_fetching(None)
+
+    def _start_fetching(self, pending: Mapping[str, Any] | None) -> None:
+        """Nothing is fetched; what is ahead in a saved position is fetched again next."""
         self._ahead.clear()
+        self._is_first = True
+        ahead = [] if pending is None else pending["ahead"]
+        values = (pending or {}).get("ahead_values") or [{}] * len(ahead)
+        self._to_fetch = deque(zip(ahead, values, strict=True))
 
     def check_position(self, mark: Any = None) -> None:
         self._inner.check_position(self._ahead[0].position if self._ahead else None)
 
     def _fetch(self) -> Any:
         """Takes the next batch from the inner source; it counts when it is delivered."""
+        objects = self._objects
+        if objects is not None and self._is_first:
+            objects.begin()
+        self._is_first = False
+        if self._to_fetch and self._inner.used_up:
+            self._to_fetch.clear()  # batches are larger now, and fewer
+        if not self._to_fetch:
+            return self._fetch_now()
+        random, values = self._to_fetch.popleft()
+        current = self._rng.state_dict()
+        replaced = {} if objects is None else objects.set_values(values)
+        if random is not None:
+            self._rng.load_state_dict(random)
+        batch = self._fetch_now()
+        if random is not None:
+            self._rng.load_state_dict(current)
+        if objects is not None:
+            objects.set_values(replaced)
+        return batch
+
+    def _fetch_now(self) -> Any:
         inner = self._inner
         position, random = inner.mark(), None if inner.keyed else self._rng.state_dict()
+        marks = {} if self._objects is None else self._objects.marks()
         batch = inner.next_batch()
-        self._ahead.append(_Fetched(position, random, inner.indices, inner.num_samples))
+        self._ahead.append(_Fetched(position, random, inner.indices, inner.num_samples, marks))
         return batch
 
     def _count_delivered(self) -> None:
@@ -107,11 +160,15 @@ class OuterSource(Source):
         self.batch += 1
 
     def _current_state(self) -> dict[str, Any]:
-        inner = self._inner
+        inner, objects = self._inner, self._objects
+        values = [objects.plain_values(each.marks) if objects else {} for each in self._ahead]
+        values += [each for _, each in self._to_fetch]
+        states = [each.random for each in self._ahead] + [each for each, _ in self._to_fetch]
         return {
             **self._state(),
             "inner": inner.state_at(self._ahead[0].position) if self._ahead else inner.state_dict(),
-            "ahead": [fetched.random for fetched in self._ahead],
+            "ahead": states,
+            **({"ahead_values": values} if any(values) else {}),
         }
 
     def drawn_again(self) -> tuple[Any, ...]:
@@ -186,21 +243,19 @@ class PrefetchingSource(OuterSource):
     def used_up(self) -> bool:
         if self._pending is not None:
             return self.continues and not self._pending["ahead"]
-        return self.begun and self._is_ahead and not self._ahead
+        return self.begun and self._is_ahead and not (self._ahead or self._to_fetch)
 
     def begin(self, epoch: int) -> None:
         pending = self._take_pending(epoch)
         self._inner.begin(epoch)
         self._iterator = iter(())
-        self._ahead.clear()
         self._is_ahead = self.batch > 0
-        for random in pending["ahead"] if pending is not None and self._is_ahead else ():
-            if random is not None:
-                self._rng.load_state_dict(random)
-            self._fetch_next()
+        self._start_fetching(pending if self._is_ahead else None)
+        if self._to_fetch and isinstance(self._inner, ReplaySource):
+            self._fetch_next()  # before user state, which has what its fetch changes
 
     def prime(self) -> None:
-        if not self._is_ahead:
+        if self._to_fetch or not self._is_ahead:
             self._is_ahead = True
             self._fetch_next()
 
@@ -252,14 +307,13 @@ class WrappedSource(OuterSource):
         assert traits.inner is not None
         super().__init__(traits, name, open_inner(traits.inner, name))
         self._outer = rewrap(traits.loader, _Feed(self, traits.inner.loader))
-        self._again: deque[Any] = deque()  # batches fetched once more, for the outer loader to take
         self._continues = False  # the current epoch was begun by another process
         self._current_rng: dict[str, Any] = {}  # the RNG state that it continues from
 
     def begin(self, epoch: int) -> None:
         announce_epoch(self._outer, epoch)
         pending = self._take_pending(epoch)
-        self._ahead.clear()
+        self._start_fetching(None)
         self._continues = False
         if pending is not None and self.batch:
             self._continue_epoch(pending)
@@ -275,17 +329,12 @@ class WrappedSource(OuterSource):
         return pending is None or FRAMEWORK_CHANGED not in pending["inner"]
 
     def _continue_epoch(self, pending: Mapping[str, Any]) -> None:
-        """Fetches the prefetched batches once more; the generators are set afterwards."""
+        """The prefetched batches are fetched once more; the generators are set before that."""
         self._continues = True
         if self._is_at_end(pending):
             return
         self._inner.begin(self.epoch)
-        for random in pending["ahead"]:
-            if self._inner.used_up:
-                break  # batches are larger now, and fewer
-            if random is not None:
-                self._rng.load_state_dict(random)
-            self._again.append(self._fetch())
+        self._start_fetching(pending)
 
     def next_batch(self) -> Any:
         assert self._iterator is not None
@@ -312,7 +361,7 @@ class WrappedSource(OuterSource):
 
     def take(self) -> Any:
         """The next batch for the outer loader."""
-        return self._again.popleft() if self._again else self._fetch()
+        return self._fetch()
 
     def _from_other_kind(self, state: Mapping[str, Any]) -> dict[str, Any]:
         inner = {id(generator): name for name, generator in self._inner.private.items()}

@@ -316,10 +316,6 @@ class Source(ABC):
         }
 
 
-# Loaders of frameworks that fetch one batch ahead of the step.
-_AHEAD = "ahead"
-
-
 def user_objects(
     source: Source, given: Mapping[str, Any] | None = None, *, shared: Collection[int] = ()
 ) -> dict[str, Holder]:
@@ -348,7 +344,6 @@ def user_objects(
                 value,
                 left_out=attributes_set_in(value, "set_epoch") | left_out,
                 has_generators=False,
-                is_read_ahead=source.kind == _AHEAD,
             )
     return found
 

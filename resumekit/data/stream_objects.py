@@ -157,7 +157,7 @@ class StreamObjects(ObjectsAtStart):
         self._by_training = set()
         self._num_batches = 0
         self._changed = None
-        self._marks = self._snapshot()
+        self._marks = marks_of(self._state.objects)
 
     def before_batch(self) -> None:
         """Called before each batch: training changed what is new since the last one."""
@@ -204,16 +204,61 @@ class StreamObjects(ObjectsAtStart):
 
     def _marked(self) -> set[str]:
         """The paths of what looks different now than at the last call."""
-        former, self._marks = self._marks, self._snapshot()
+        former, self._marks = self._marks, marks_of(self._state.objects)
         return set() if former in (None, self._marks) else _difference(former or {}, self._marks)
 
-    def _snapshot(self) -> dict[str, Any]:
-        """Plain attributes, which other objects there are, and lengths: in microseconds."""
-        marks: dict[str, Any] = {}
-        for path, each in islice(self._state.objects.items(), _MAX_MARKED):
-            for name, value in getattr(each, "__dict__", {}).items():
-                marks[f"{path}.{name}"] = _mark(value)
-        return marks
+
+class ObjectsReadAhead:
+    """What the objects held from which a batch was fetched ahead of its step, in this process.
+
+    A resume fetches such a batch again, after it has restored the objects as they were at the save.
+    What training, or the fetch, has changed in between has to be what it was: plain values are in
+    their marks. All else is compared from the epoch's first batch on, and reported.
+
+    Args:
+        state: their user state.
+    """
+
+    def __init__(self, state: UserState) -> None:
+        self._state = state
+        self._first: dict[str, Any] = {}
+
+    def begin(self) -> None:
+        """The first batch of an epoch is about to be fetched."""
+        self._first = self._state.digests()
+
+    def marks(self) -> dict[str, Any]:
+        """To be taken before each batch."""
+        return marks_of(self._state.objects)
+
+    def plain_values(self, marks: Mapping[str, Any]) -> dict[str, Any]:
+        """The plain values that were others when the marks were taken, by path."""
+        now = self.marks()
+        return {p: marks[p] for p in self._plain(marks, now) if marks[p] != now[p]}
+
+    def set_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Sets plain values by path; returns those that they replace."""
+        replaced = {}
+        for path, value in values.items():
+            owner, _, name = path.rpartition(".")
+            attributes = getattr(self._state.objects.get(owner), "__dict__", {})
+            if name in attributes:
+                replaced[path], attributes[name] = attributes[name], value
+        return replaced
+
+    def changed_since(self, marks: Mapping[str, Any]) -> list[str]:
+        """What else may have been another when the marks were taken."""
+        digests = self._state.digests()
+        now = self.marks()
+        changed = _difference(self._first, digests) | (_difference(marks, now) & digests.keys())
+        return sorted(changed - self._plain(marks, now))
+
+    def _plain(self, *marks: Mapping[str, Any]) -> set[str]:
+        """What is a plain value of one and the same object in all of the marks."""
+        plain = ({p for p, mark in each.items() if isinstance(mark, _PLAIN)} for each in marks)
+        found = set.intersection(*plain) & self._first.keys()
+        owners = {p: {each[p.rpartition(".")[0]] for each in marks} for p in found}
+        return {p for p, ids in owners.items() if len(ids) == 1}
 
 
 class ModelsInUse:
@@ -275,6 +320,16 @@ def _parts_of_user(value: Any) -> Iterable[Any] | None:
         return [*islice(items, _MAX_MARKED)]
     parts = _parts(value)
     return [*vars(value).values()] if parts is None and is_user_object(value) else parts
+
+
+def marks_of(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain attributes, which other objects there are, and lengths: in microseconds."""
+    marks: dict[str, Any] = {}
+    for path, each in islice(objects.items(), _MAX_MARKED):
+        marks[path] = (id(each),)
+        for name, value in getattr(each, "__dict__", {}).items():
+            marks[f"{path}.{name}"] = _mark(value)
+    return marks
 
 
 def _mark(value: Any) -> Any:

@@ -292,13 +292,8 @@ class RunComponents:
         if is_kept and names in self._stream_states:
             self._stream_states[names].replace(objects)
             return self._stream_states[names]
-        state = UserState(
-            {},
-            key=Slot.DATA.value,
-            foreign=weakly(self._modules_of_others, []),
-            transient=self._options.transient,
-            limit_bytes=self._options.user_state_limit,
-        )
+        state = UserState({}, key=Slot.DATA.value, foreign=weakly(self._modules_of_others, []))
+        state.configure(self._options.transient, self._options.user_state_limit)
         state.add(objects, self.variables.first_of)
         if is_kept:
             self._stream_states[names] = state

@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, get_worker_info
 
 from resumekit.adapters.torch import Checkpointer
 from resumekit.data.map_style import MapSource
-from resumekit.data.stream_objects import ObjectsAtStart
+from resumekit.data.prefetching import PrefetchedLoader
+from resumekit.data.stream_objects import ObjectsAtStart, ObjectsReadAhead
+from resumekit.errors import InexactError
 
 EPOCHS, SIZE, BATCH_SIZE = 4, 8, 2
 PER_EPOCH = SIZE // BATCH_SIZE
@@ -183,6 +185,8 @@ class Training:
                 if ckpt.progress.step == last:
                     raise KilledError
 
+            if isinstance(loader, Ahead):
+                loader = PrefetchedLoader(loader.loader)
             for _ in ckpt.epochs(EPOCHS):
                 batches = ckpt.batches(self._again(loader))
                 self._train(batches, content, found, step, lambda: ckpt.progress.step)
@@ -321,3 +325,133 @@ def test_a_position_has_no_field_for_what_nobody_changed(tmp_path: Path) -> None
         Training(of_dataset, changed_at, num_workers=1).launch(directory)
         text = (directory / "step-00000015" / "state" / "rank-00000.json").read_text("utf-8")
         assert ('"copied"' in text) == is_there
+
+
+# ---------------------------------------------------------------- one batch ahead of the step
+
+
+class ByLevel(Levelled):
+    """Training changes a number only."""
+
+    def change(self) -> None:
+        self.level += 1
+
+
+class Counting(ByLevel):
+    """A sample counts, and depends on the count."""
+
+    def __getitem__(self, index: int) -> float:
+        self.level += 1
+        return super().__getitem__(index)
+
+
+class Remembering(Levelled):
+    """A sample changes a list, and depends on it."""
+
+    def __getitem__(self, index: int) -> float:
+        self.history.append(index)
+        return super().__getitem__(index)
+
+    def change(self) -> None:
+        """Nothing."""
+
+
+class InPlace(Levelled):
+    """Training changes a tensor, and no mark shows it."""
+
+    def change(self) -> None:
+        self.weights[1] += 1
+
+
+def over(kind: type[Levelled]) -> Callable[..., tuple[Any, Content]]:
+    def make(**options: Any) -> tuple[Any, Content]:
+        data = kind()
+        return DataLoader(data, BATCH_SIZE, shuffle=True, **options), data
+
+    return make
+
+
+def accelerated(loader: Any) -> Any:
+    prepare = pytest.importorskip("accelerate.data_loader").prepare_data_loader
+    return prepare(loader, num_processes=1, process_index=0)
+
+
+class Ahead:
+    """A stock loop that looks one batch ahead, as frameworks do for loaders without a length."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.loader)
+        batch = next(batches)
+        for following in batches:
+            yield batch
+            batch = following
+        yield batch
+
+
+class CountingStream(IterableDataset[float]):
+    """A stream that counts, and depends on the count."""
+
+    level = 0
+
+    def __iter__(self) -> Iterator[float]:
+        for index in range(SIZE):
+            self.level += 1
+            yield index + 100.0 * self.level + random.random()
+
+
+def of_stream(**options: Any) -> tuple[Any, Content]:
+    return DataLoader(CountingStream(), BATCH_SIZE, **options), Content()
+
+
+WRAPS = {"Accelerate's": accelerated, "a loader without a length": Ahead}
+
+
+@pytest.mark.parametrize("changed_at", [2, 3, PER_EPOCH])
+@pytest.mark.parametrize("kind", [ByLevel, Counting])
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_ahead_of_the_step_numbers_are_exact(
+    tmp_path: Path, wrap: str, kind: Any, changed_at: int
+) -> None:
+    training = Training(over(kind), changed_at, wrap=WRAPS[wrap])
+    assert not training.differences(tmp_path, strict=True)
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_ahead_of_the_step_all_that_changes_between_epochs_is_exact(
+    tmp_path: Path, wrap: str
+) -> None:
+    for make in (of_dataset, of_collate_function, of_subset):
+        training = Training(make, wrap=WRAPS[wrap])
+        assert not training.differences(tmp_path / make.__name__, strict=True)
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("workers", ["workers", "persistent workers"])
+def test_ahead_of_the_step_workers_are_exact(tmp_path: Path, wrap: str, workers: str) -> None:
+    training = Training(of_dataset, 2, wrap=WRAPS[wrap], **WORKERS[workers])
+    assert not training.differences(tmp_path, strict=True)
+
+
+def test_ahead_of_the_step_what_a_stream_changes_itself_is_exact(tmp_path: Path) -> None:
+    assert not Training(of_stream, wrap=Ahead).differences(tmp_path, strict=True)
+
+
+@pytest.mark.parametrize("kind", [Remembering, InPlace, Levelled])
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_ahead_of_the_step_what_is_not_known_is_reported(
+    tmp_path: Path, wrap: str, kind: Any
+) -> None:
+    training = Training(over(kind), 2, wrap=WRAPS[wrap])
+    assert training.differences(tmp_path / "run", kills=[7])
+    with pytest.raises(InexactError, match="changed for a batch that is fetched ahead of its step"):
+        training.launch(tmp_path / "strict", strict=True)
+
+
+def test_without_the_values_before_the_fetch_it_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ObjectsReadAhead, "set_values", lambda self, values: {})
+    assert Training(over(Counting), 2, wrap=accelerated).differences(tmp_path, kills=[6])

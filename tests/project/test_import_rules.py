@@ -215,10 +215,10 @@ BUDGET: dict[str, int] = {
     "storage": 2_660,
     "serialization": 2_970,
     "live": 1_080,
-    "capture": 6_610,  # 10: long lists of indices
-    "data": 4_110,  # 20: what workers have copies of
+    "capture": 6_600,
+    "data": 4_180,  # 20: what workers have copies of; 70: what batches were fetched from ahead
     "record": 1_440,
-    "run": 6_030,  # 60: runs inside each other, saves that failed, reports that nothing keeps
+    "run": 6_020,  # 60: runs inside each other, saves that failed, reports that nothing keeps
     "checkpointer": 160,
     "export": 110,
     "diff": 590,

@@ -102,8 +102,6 @@ class Holder:
             non-persistent buffers are left.
         data_only: leave out attributes with plain values only, as the counters of library code.
         has_generators: False where its random generators are saved elsewhere.
-        is_read_ahead: a loader uses it for a batch that the run has not seen yet, so what changed
-            cannot be restored; it is reported.
         attributes_only: of an object with ``state_dict``: that is empty or saved elsewhere.
         frame: a running function, whose variables these are.
         is_saved: of an optimizer or a scheduler: a component saves what torch keeps in it.
@@ -116,7 +114,6 @@ class Holder:
     data_only: bool = False
     has_generators: bool = True
     attributes_only: bool = False
-    is_read_ahead: bool = False
     frame: FrameType | None = None
     is_saved: bool = False
 

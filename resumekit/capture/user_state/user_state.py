@@ -303,9 +303,6 @@ class UserState(Renamed, BeforeSave, AfterRng):
         left = self._scope.limit_bytes
         for path in changed:
             seen = found.seen[path]
-            if seen.owner in found.read_ahead:
-                problems[path] = Problem("changed for a batch that is fetched ahead of its step")
-                continue
             if seen.num_bytes > left:
                 problems[path] = over_limit(seen.num_bytes)
                 continue

@@ -196,7 +196,6 @@ class Walk:
         paths: the path of each of them, by id.
         wrappers: the wrappers of modules among them, by the module's path and their own class.
         makers: the functions and classes that make the objects with hidden state, by name.
-        read_ahead: the paths of those that a loader uses ahead of the run.
         code: the functions and classes that were met and not entered, by id.
         entered: the code of the functions whose globals were looked at.
         is_cut: whether there are more objects than are walked.
@@ -211,7 +210,6 @@ class Walk:
     paths: dict[int, str] = field(default_factory=dict)
     wrappers: dict[tuple[str, str], nn.Module] = field(default_factory=dict)
     makers: Mapping[str, Any] = field(default_factory=dict)
-    read_ahead: set[str] = field(default_factory=set)
     code: dict[int, Any] = field(default_factory=dict)
     entered: set[CodeType] = field(default_factory=set)
     is_cut: bool = False
@@ -459,8 +457,6 @@ class _Walker:
             path += "'"
         self._found.paths[id(value)] = path
         self._found.objects[path] = value
-        if holder.is_read_ahead:
-            self._found.read_ahead.add(path)
         self._waiting.append((path, value, holder))
         return path
 
