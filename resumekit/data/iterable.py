@@ -367,6 +367,13 @@ class BatchDigest:
         self._digest.update(data.data)
 
 
+def digest_of(batch: Any) -> str:
+    """The digest of one batch."""
+    found = BatchDigest()
+    found.add(batch)
+    return found.hexdigest()
+
+
 def warn(message: str) -> None:
     """A warning about this rank's own data."""
     on_rank = f"rank {_rank()}: " if _num_ranks() > 1 else ""

@@ -7,10 +7,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import repeat
+from typing import Any, NamedTuple
 
 from resumekit.capture.rng import RngState
-from resumekit.data.iterable import ReplaySource
+from resumekit.data.iterable import ReplaySource, digest_of, warn
 from resumekit.data.loader_changes import (
     FRAMEWORK_CHANGED,
     RANKS,
@@ -34,8 +35,12 @@ from resumekit.errors import DataPositionError
 from resumekit.state import Fidelity
 
 _CHANGED_AHEAD = (
-    "is changed for a batch that is fetched ahead of its step; change it between two epochs, or "
-    "name it in transient= if no sample depends on it"
+    "is changed after a batch is fetched ahead of its step; change it between two epochs, or name "
+    "it in transient= if no sample depends on it"
+)
+_OTHER_AHEAD = (
+    "a batch that was fetched ahead of its step is another one now: the samples change what they "
+    "are made from; use workers, or make them from their index and random numbers"
 )
 
 
@@ -48,22 +53,39 @@ class _Fetched:
         random: the RNG state before the fetch; None where samples draw from keys.
         indices: the batch's sample indices.
         num_samples: their number.
-        marks: of the objects that it was fetched from, before the fetch.
+        batch: what was fetched.
+        before: the marks of the objects that it was fetched from, before the fetch.
+        after: the same after it.
     """
 
     position: Any
     random: dict[str, Any] | None
     indices: Any
     num_samples: int
-    marks: dict[str, Any]
+    batch: Any
+    before: dict[str, Any]
+    after: dict[str, Any]
+
+
+class _Ahead(NamedTuple):
+    """Such a batch in a saved position.
+
+    Args:
+        random: as of ``_Fetched``.
+        values: what its objects held before the fetch, where that was something else at the save.
+        content: its digest, where a fetch may have changed more than that; else empty.
+    """
+
+    random: dict[str, Any] | None
+    values: dict[str, Any]
+    content: str
 
 
 class OuterSource(Source):
     """Its position is that of the inner source before the first batch that was not delivered.
 
-    What was taken and not delivered stands in its state under ``ahead``: the RNG state that
-    each such batch was fetched from, so that a resume fetches it once more, when user state is
-    restored. ``ahead_values`` has what its objects held then, where that is something else.
+    What was taken and not delivered stands in its state under ``ahead``, see ``_Ahead``: a resume
+    fetches it once more, when user state is restored.
 
     Args:
         traits: of what the user gave.
@@ -76,7 +98,8 @@ class OuterSource(Source):
         self._inner = inner
         self.keyed = inner.keyed
         self._ahead: deque[_Fetched] = deque()
-        self._to_fetch: deque[tuple[dict[str, Any] | None, dict[str, Any]]] = deque()  # once more
+        self._to_fetch: deque[_Ahead] = deque()  # once more
+        self._differs = False  # fetched once more, it was another batch
         self._objects: ObjectsReadAhead | None = None
         self._is_first = True  # no batch of the epoch was fetched
 
@@ -94,10 +117,10 @@ class OuterSource(Source):
 
     @property
     def fidelity(self) -> tuple[Fidelity, str]:
-        marks = self._ahead[0].marks if self._ahead else None
-        changed = self._objects.changed_since(marks) if self._objects and marks is not None else []
-        if changed:
-            return Fidelity.LOST, f"{changed[0]} {_CHANGED_AHEAD}"
+        objects = self._objects if self._ahead else None
+        changed = objects.changed_since(self._ahead[0].after) if objects else []
+        if changed or self._differs:
+            return Fidelity.LOST, f"{changed[0]} {_CHANGED_AHEAD}" if changed else _OTHER_AHEAD
         return self._inner.fidelity
 
     @property
@@ -117,9 +140,10 @@ class OuterSource(Source):
         """Nothing is fetched; what is ahead in a saved position is fetched again next."""
         self._ahead.clear()
         self._is_first = True
-        ahead = [] if pending is None else pending["ahead"]
-        values = (pending or {}).get("ahead_values") or [{}] * len(ahead)
-        self._to_fetch = deque(zip(ahead, values, strict=True))
+        saved: Mapping[str, Any] = {"ahead": ()} if pending is None else pending
+        values = saved.get("ahead_values", repeat({}))
+        contents = saved.get("ahead_contents", repeat(""))
+        self._to_fetch = deque(map(_Ahead, saved["ahead"], values, contents))
 
     def check_position(self, mark: Any = None) -> None:
         self._inner.check_position(self._ahead[0].position if self._ahead else None)
@@ -134,24 +158,29 @@ class OuterSource(Source):
             self._to_fetch.clear()  # batches are larger now, and fewer
         if not self._to_fetch:
             return self._fetch_now()
-        random, values = self._to_fetch.popleft()
+        again = self._to_fetch.popleft()
         current = self._rng.state_dict()
-        replaced = {} if objects is None else objects.set_values(values)
-        if random is not None:
-            self._rng.load_state_dict(random)
+        replaced = {} if objects is None else objects.set_values(again.values)
+        if again.random is not None:
+            self._rng.load_state_dict(again.random)
         batch = self._fetch_now()
-        if random is not None:
+        if again.random is not None:
             self._rng.load_state_dict(current)
         if objects is not None:
             objects.set_values(replaced)
+        if again.content and again.content != digest_of(batch):
+            self._differs = True
+            warn(f"the position in {self.name!r} is lost: {_OTHER_AHEAD}")
         return batch
 
     def _fetch_now(self) -> Any:
-        inner = self._inner
+        inner, objects = self._inner, self._objects
         position, random = inner.mark(), None if inner.keyed else self._rng.state_dict()
-        marks = {} if self._objects is None else self._objects.marks()
+        before = objects.marks() if objects else {}
         batch = inner.next_batch()
-        self._ahead.append(_Fetched(position, random, inner.indices, inner.num_samples, marks))
+        of_batch = (inner.indices, inner.num_samples, batch)
+        after = objects.marks() if objects else {}
+        self._ahead.append(_Fetched(position, random, *of_batch, before, after))
         return batch
 
     def _count_delivered(self) -> None:
@@ -160,16 +189,21 @@ class OuterSource(Source):
         self.batch += 1
 
     def _current_state(self) -> dict[str, Any]:
-        inner, objects = self._inner, self._objects
-        values = [objects.plain_values(each.marks) if objects else {} for each in self._ahead]
-        values += [each for _, each in self._to_fetch]
-        states = [each.random for each in self._ahead] + [each for each, _ in self._to_fetch]
+        inner, ahead = self._inner, [*map(self._as_saved, self._ahead), *self._to_fetch]
+        values, contents = [each.values for each in ahead], [each.content for each in ahead]
         return {
             **self._state(),
             "inner": inner.state_at(self._ahead[0].position) if self._ahead else inner.state_dict(),
-            "ahead": states,
+            "ahead": [each.random for each in ahead],
             **({"ahead_values": values} if any(values) else {}),
+            **({"ahead_contents": contents} if any(contents) else {}),
         }
+
+    def _as_saved(self, fetched: _Fetched) -> _Ahead:
+        objects = self._objects
+        values = objects.plain_values(fetched.before) if objects else {}
+        has_changed = objects is not None and objects.have_changed()
+        return _Ahead(fetched.random, values, digest_of(fetched.batch) if has_changed else "")
 
     def drawn_again(self) -> tuple[Any, ...]:
         return self._inner.drawn_again()

@@ -212,8 +212,9 @@ class ObjectsReadAhead:
     """What the objects held from which a batch was fetched ahead of its step, in this process.
 
     A resume fetches such a batch again, after it has restored the objects as they were at the save.
-    What training, or the fetch, has changed in between has to be what it was: plain values are in
-    their marks. All else is compared from the epoch's first batch on, and reported.
+    What has changed in between has to be what it was: plain values are in their marks. What else
+    training has changed is reported. Where a fetch may have changed more, as a cache does, the
+    batch is compared with what it was.
 
     Args:
         state: their user state.
@@ -247,11 +248,13 @@ class ObjectsReadAhead:
         return replaced
 
     def changed_since(self, marks: Mapping[str, Any]) -> list[str]:
-        """What else may have been another when the marks were taken."""
-        digests = self._state.digests()
+        """What training has changed since the marks were taken, but for plain values."""
         now = self.marks()
-        changed = _difference(self._first, digests) | (_difference(marks, now) & digests.keys())
-        return sorted(changed - self._plain(marks, now))
+        return sorted((_difference(marks, now) & self._first.keys()) - self._plain(marks, now))
+
+    def have_changed(self) -> bool:
+        """Whether anything has changed since the epoch's first batch."""
+        return self._first != self._state.digests()
 
     def _plain(self, *marks: Mapping[str, Any]) -> set[str]:
         """What is a plain value of one and the same object in all of the marks."""

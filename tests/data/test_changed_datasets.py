@@ -356,6 +356,20 @@ class Remembering(Levelled):
         """Nothing."""
 
 
+class Caching(Levelled):
+    """A sample is made once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, float] = {}
+
+    def __getitem__(self, index: int) -> float:
+        return self.made.setdefault(index, index + 0.5)
+
+    def change(self) -> None:
+        """Nothing."""
+
+
 class InPlace(Levelled):
     """Training changes a tensor, and no mark shows it."""
 
@@ -439,14 +453,32 @@ def test_ahead_of_the_step_what_a_stream_changes_itself_is_exact(tmp_path: Path)
     assert not Training(of_stream, wrap=Ahead).differences(tmp_path, strict=True)
 
 
-@pytest.mark.parametrize("kind", [Remembering, InPlace, Levelled])
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_ahead_of_the_step_what_is_not_known_is_reported(
-    tmp_path: Path, wrap: str, kind: Any
+def test_ahead_of_the_step_a_cache_is_exact(tmp_path: Path, wrap: str) -> None:
+    training = Training(over(Caching), 2, wrap=WRAPS[wrap])
+    assert not training.differences(tmp_path, strict=True)
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_ahead_of_the_step_what_training_changes_is_reported(tmp_path: Path, wrap: str) -> None:
+    training = Training(over(Levelled), 2, wrap=WRAPS[wrap])
+    assert training.differences(tmp_path / "run", kills=[7])
+    with pytest.raises(InexactError, match="changed after a batch is fetched ahead of its step"):
+        training.launch(tmp_path / "strict", strict=True)
+
+
+@pytest.mark.parametrize("kind", [Remembering, InPlace])
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_ahead_of_the_step_another_batch_is_reported_at_the_resume(
+    tmp_path: Path, wrap: str, kind: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     training = Training(over(kind), 2, wrap=WRAPS[wrap])
-    assert training.differences(tmp_path / "run", kills=[7])
-    with pytest.raises(InexactError, match="changed for a batch that is fetched ahead of its step"):
+    with caplog.at_level("WARNING", "resumekit"):
+        assert training.differences(tmp_path / "run", kills=[7])
+    assert "a batch that was fetched ahead of its step is another one now" in caplog.text
+    with pytest.raises(KilledError):
+        training.launch(tmp_path / "strict", last=7, strict=True)
+    with pytest.raises(InexactError, match="is another one now"):
         training.launch(tmp_path / "strict", strict=True)
 
 

@@ -215,8 +215,8 @@ BUDGET: dict[str, int] = {
     "storage": 2_660,
     "serialization": 2_970,
     "live": 1_080,
-    "capture": 6_600,
-    "data": 4_180,  # 20: what workers have copies of; 70: what batches were fetched from ahead
+    "capture": 6_610,  # 10: what a variable and a dataset share
+    "data": 4_210,  # 20: what workers have copies of; 95: what batches were fetched from ahead
     "record": 1_440,
     "run": 6_020,  # 60: runs inside each other, saves that failed, reports that nothing keeps
     "checkpointer": 160,
