@@ -18,7 +18,7 @@ from resumekit.capture.gradients import AccumulatedGradients, gradient_states, r
 from resumekit.capture.objects import Extras
 from resumekit.capture.optimizer import OptimizerState
 from resumekit.capture.slots import parameter_components, uncaptured_parameters
-from resumekit.capture.user_state.attributes import Holder
+from resumekit.capture.user_state.attributes import Holder, ValueSlot
 from resumekit.capture.user_state.user_state import UserState
 from resumekit.capture.user_state.value_types import is_user_object
 from resumekit.data.keyed import SEED, RunSeed
@@ -294,12 +294,17 @@ class RunComponents:
             return self._stream_states[names]
         state = UserState({}, key=Slot.DATA.value, foreign=weakly(self._modules_of_others, []))
         state.configure(self._options.transient, self._options.user_state_limit)
-        state.add(objects, self.variables.first_of)
+        state.add(objects, self._first_of)
         if is_kept:
             self._stream_states[names] = state
         else:  # what user state sets before the objects are set to what they were
             state.always = self._loader_state.waiting_paths()
         return state
+
+    def _first_of(self, owner: Any, slot: ValueSlot) -> Any:
+        """The digest that a slot had at first, where a component has restored it already."""
+        others = (e for e in states_of(self.all, UserState) if e is not self._loader_state)
+        return next(filter(None, (each.first_of(owner, slot) for each in others)), None)
 
     def _follow_content(self, loader: Any) -> UserState | None:
         """The user state of what a loader is built from that the script has built in the epoch."""
