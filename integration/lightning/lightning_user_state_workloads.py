@@ -79,11 +79,11 @@ class Preparing(Plain):
 
     def on_fit_start(self) -> None:
         with torch.no_grad():
-            self.layers[0].weight.copy_(torch.full((8, 4), 0.1) + torch.eye(8, 4))
+            next(self.layers.parameters()).copy_(torch.full((8, 4), 0.1) + torch.eye(8, 4))
 
     def on_train_start(self) -> None:
         self.trainer.optimizers[0].param_groups[0]["lr"] = 2e-2
-        nn.init.zeros_(self.layers[2].bias)
+        nn.init.zeros_([*self.layers.parameters()][-1])
 
     def on_train_epoch_start(self) -> None:
         self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
