@@ -218,7 +218,7 @@ BUDGET: dict[str, int] = {
     "capture": 6_610,  # 10: what a variable and a dataset share
     "data": 4_210,  # 20: what workers have copies of; 95: what batches were fetched from ahead
     "record": 1_440,
-    "run": 6_020,  # 60: runs inside each other, saves that failed, reports that nothing keeps
+    "run": 6_030,  # 70: runs inside each other, failed saves, reports, the module of signals
     "checkpointer": 160,
     "export": 110,
     "diff": 590,
