@@ -7,6 +7,7 @@ ask the library nothing.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,6 +88,16 @@ class Preparing(Plain):
 
     def on_train_epoch_start(self) -> None:
         self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
+
+
+class Stamped(Plain):
+    """Its part of a checkpoint is known once the training has started, and reads a clock."""
+
+    def on_train_start(self) -> None:
+        self.begun = [time.monotonic()]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["seconds"] = time.monotonic() - self.begun[0]
 
 
 class AnnealsRate(Callback):
@@ -211,6 +222,7 @@ MODULES = {
     "plain": Plain,
     "tempered": Tempered,
     "preparing": Preparing,
+    "stamped": Stamped,
     "dqn": Dqn,
 }
 

@@ -47,9 +47,14 @@ def test_objects_in_attributes_that_are_not_restored_are_caught(kit: Kit, case: 
     assert difference(kit.run_uninterrupted(cell), killed)
 
 
-@pytest.mark.parametrize("kills", [(KillPoint.step(8), KillPoint.step(17)), (KillPoint.step(13),)])
+@pytest.mark.parametrize("kills", [KILLS, (KillPoint.step(13),)])
 def test_what_hooks_of_the_start_change_is_restored(kit: Kit, kills: tuple[KillPoint, ...]) -> None:
     cell = Cell(train, {"module": "preparing"}, kills=kills)
+    assert difference(kit.run_uninterrupted(cell), kit.run_killed(cell)) == ""
+
+
+def test_a_hook_that_needs_a_started_fit_is_not_asked_before(kit: Kit) -> None:
+    cell = Cell(train, {"module": "stamped"}, kills=KILLS)
     assert difference(kit.run_uninterrupted(cell), kit.run_killed(cell)) == ""
 
 

@@ -4,7 +4,8 @@
 recorded when it arrives, see ``preemption.py``. The ranks exchange it at the next safe point that
 may save: a step boundary, or with ``mid_accumulation="gradients"`` any batch. They leave there in
 one process, one such point later with several ranks: ``make_before_leaving``, then ``Preempted``, a
-SystemExit, on every rank. A run that ends first ends as usual, and the signal has no effect.
+SystemExit, on every rank. The first fetch of a launch is no such point. A run that finishes first
+ends as usual, and the signal has no effect.
 
 Every decision is the same on all ranks: it depends on what the ranks have agreed on, never on how
 far this rank's background thread is.

@@ -6,7 +6,7 @@
 an epoch early (``prime``). Other fetches call nothing here. The first ``begin``:
 
 1. ``restore_again``: what code has changed since the loop began is restored again: lines of the
-   script, hooks that a framework calls at each start and at each epoch's.
+   script; hooks of a framework, of each start and, where they come before this, of the epoch.
 2. The loader takes its position, and the RNG state is set: inside an epoch in this order; where an
    epoch starts the RNG state and 3 come first, because the loader draws from it.
 3. States that are ``AfterRng`` are set, and the run is ``Running``.
@@ -66,7 +66,8 @@ def restore_again(run: RunState) -> None:
     """Restores once more what other code has changed since the loop began; once. Collective.
 
     Compares digests, and reads the checkpoint only where one differs. Does nothing after a fresh
-    start. States that are ``AfterRng``, the data position and the RNG state are no part of it.
+    start. States that are ``AfterRng``, the data position and the RNG state are no part of it; nor
+    are those of a framework's own loop and callbacks, unless they are plain attributes.
 
     Raises:
         InexactError: ``strict=True``, and a component still differs after it was restored again.
@@ -82,8 +83,8 @@ def restore_again(run: RunState) -> None:
 def restore_random(run: RunState) -> None:
     """Sets the RNG state and the states that are ``AfterRng``, where they wait to be set.
 
-    Called whenever an epoch begins, by ``end_resume``, and by adapters; the first call ends the
-    resume.
+    Called whenever an epoch begins, of a loader or of ``epochs()``, and by ``end_resume``; the
+    first call ends the resume.
     """
     for message in run.rng.restore():
         run.reporter.log(message)
@@ -96,7 +97,7 @@ def restore_random(run: RunState) -> None:
 
 
 def end_resume(run: RunState) -> None:
-    """Ends the resume of a run whose loop gives no batch; no loader is moved. Collective."""
+    """Ends the resume where no batch does; no loader is moved. Collective."""
     if isinstance(run.phase, Loaded):
         restore_again(run)
         restore_random(run)

@@ -25,8 +25,8 @@ _installed: weakref.WeakSet[LeaveSignals] = weakref.WeakSet()
 class LeaveSignals:
     """Records the first of these signals that this process receives.
 
-    The handler does nothing else: it may interrupt any line of the step, or of a save. A SIGINT
-    after the first signal, whichever that was, raises KeyboardInterrupt at once, and the process
+    The handler does nothing else: it may interrupt any line of the step, or of a save. A SIGINT, if
+    it is among ``names``, raises KeyboardInterrupt at once after the first signal, and the process
     does not wait at exit for a save in the background. Until ``restore``, other signals change
     nothing after the first one.
 

@@ -2,17 +2,19 @@
 
 Entering the user's outermost loop calls ``enter``, then ``accept_horizon``; ``resume`` may have
 been called before. An adapter for a framework's loop calls ``find``, ``accept_horizon``, then
-``enter``. What is restored, and when:
+``enter``; a loader beside the loop calls ``enter`` alone. What is restored, and when:
 
 1. ``find``: the progress.
 2. ``resume``: models, optimizers and the other components.
 3. A loader begins, see ``fetch.py``: its position, the RNG state, and states that are
-   ``AfterRng``, such as gradients. Where ``epochs()`` gives a new epoch, all but the position come
-   with it; where the run has finished, as the loop is entered.
+   ``AfterRng``: gradients, user state. Of the latter an adapter may set some before, for hooks
+   that come earlier (``UserState.restore_early``). Where ``epochs()`` gives a new epoch, all but
+   the position come with it; where the run has finished, as the loop is entered.
 4. Before the first batch is given, or with the number of ``epochs()``: the loop's variables.
 
 Every check of what ``resume`` loads passes on every rank before a live object changes. Replicas,
-the horizon of a user's loop, the loader's position and the variables are checked later.
+the horizon of a user's loop, the loader's position, the objects that user state needs and the
+variables are checked later.
 """
 
 from __future__ import annotations
@@ -168,7 +170,7 @@ def _load(run: RunState, searched: Searched, agreed: Agreed, asked: Mapping[str,
         run.owned.gradients_resumed(found.states.keys())
         agreed.replicas.check_after_resume()
         report = replace(report, finished=run.counters.finished)
-        restored = RestoredState(loading, searched.finder)
+        restored = RestoredState(loading, searched.finder, is_driven=run.is_driven)
     latest = None if found is None else str(found.name)
     num_here = searched.finder.buffer.num_ranks_here
     opened = (searched.store, searched.data_ranks, searched.parent)

@@ -14,6 +14,7 @@ from resumekit.capture.fingerprint import SettingChange, differences
 from resumekit.capture.gradients import gradient_keys
 from resumekit.capture.model import ModelState
 from resumekit.capture.nested_state import Restorer
+from resumekit.capture.objects import AttributeState
 from resumekit.data.keyed import SEED, check_randomness
 from resumekit.distributed import World
 from resumekit.errors import StateMismatchError, UnsupportedValueError
@@ -392,8 +393,7 @@ def _resplit(
 # ---------------------------------------------------------------- restored again at the first fetch
 
 # What a script, or a framework's hooks, can change. The position in the data and the random state
-# follow at the first fetch, and so does all state that is ``AfterRng``. That of a framework's own
-# loop, which moves until then, is left to its adapter.
+# follow at the first fetch, and so does all state that is ``AfterRng``.
 _SLOTS = frozenset(
     {
         Slot.MODEL.value,
@@ -421,9 +421,10 @@ class RestoredState:
     Args:
         loading: that has loaded the checkpoint.
         finder: that has found it.
+        is_driven: a framework runs the loop.
     """
 
-    def __init__(self, loading: Loading, finder: Finder) -> None:
+    def __init__(self, loading: Loading, finder: Finder, *, is_driven: bool) -> None:
         found = loading.found
         self._name = found.name
         # A revision of its step that is not among them replaces it: this launch has saved it.
@@ -441,7 +442,7 @@ class RestoredState:
             if each.key in found.states
             and each.slot in _SLOTS
             and not isinstance(each.stateful, AfterRng)
-            and not (each.slot == Slot.CALLBACKS.value and each.framework)
+            and not (is_driven and _is_of_framework(each))
         ]
         self._digests = self._digest()
         self._given: dict[str, Any] = {}
@@ -528,6 +529,12 @@ class RestoredState:
 
     def _in_order(self, keys: Collection[str]) -> list[str]:
         return [each.key for each in self._components if each.key in keys]
+
+
+def _is_of_framework(component: StateComponent) -> bool:
+    """Whether it moves until the first fetch, or is asked for by a hook that may come too early."""
+    is_plain = isinstance(component.stateful, AttributeState) and not component.framework
+    return component.slot == Slot.CALLBACKS.value and not is_plain
 
 
 def _digest_of(state: ComponentState) -> str | None:
