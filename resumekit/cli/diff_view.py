@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from resumekit.cli.output_files import require_file_path, write_file
-from resumekit.cli.views import console, new_table, print_json, reader_at
+from resumekit.cli.terminal import console, new_table, print_json
+from resumekit.cli.views import reader_at
 from resumekit.diff import (
     CheckpointDifference,
     ComponentDifference,

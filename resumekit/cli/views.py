@@ -9,10 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from resumekit.cli.terminal import console, new_table, print_json, print_line
 from resumekit.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -26,8 +26,6 @@ from resumekit.shared_files import shared_bytes
 from resumekit.storage.directories import StepName
 from resumekit.storage.manifest import ForkOrigin, Manifest, StepReader, lineage_of
 from resumekit.storage.store import Store
-
-_PIPE_WIDTH = 160
 
 
 def list_directory(directory: Path, *, as_json: bool) -> None:
@@ -152,16 +150,6 @@ def verify_directory(directory: Path, *, step: str | None) -> bool:
         size, seconds = _size(reader.manifest), time.perf_counter() - started
         print_line(f"{name}  ok  {len(files)} files, {human_bytes(size)}, {seconds:.2f} s")
     return all_good
-
-
-def print_json(value: Any) -> None:
-    """Prints JSON that a program can read, whatever the width of the terminal."""
-    print_line(json.dumps(value, indent=2))
-
-
-def print_line(text: str, *, to_stderr: bool = False) -> None:
-    """Prints text without markup, wrapping or colours."""
-    console(to_stderr=to_stderr).print(Text(text), soft_wrap=True)
 
 
 def _names(directory: Path, step: str | None = None) -> list[StepName]:
@@ -312,21 +300,3 @@ def _metric(metric: Mapping[str, str] | None) -> str:
     if metric is None:
         return ""
     return f"{metric['name']} {float.fromhex(metric['value']):.6g} ({metric['mode']})"
-
-
-def new_table(*columns: str) -> Table:
-    """A table without lines."""
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
-
-
-def console(*, to_stderr: bool = False) -> Console:
-    """The terminal, or what stands for it."""
-    # Created per call: a test or a pipe may have replaced the terminal. A pipe has no width, and
-    # rich would cut its lines at 80 characters.
-    terminal = Console(highlight=False, stderr=to_stderr)
-    if terminal.is_terminal:
-        return terminal
-    return Console(highlight=False, stderr=to_stderr, width=_PIPE_WIDTH)

@@ -6,7 +6,6 @@ Its details also say which checkpoints of other runs the run began from.
 from __future__ import annotations
 
 import re
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 
 from resumekit.errors import (
     CheckpointNotFoundError,
-    ConfigurationError,
     CorruptCheckpointError,
     FormatVersionError,
     UnsupportedValueError,
@@ -23,17 +21,14 @@ from resumekit.state import Fidelity, SharingPattern, Slot
 from resumekit.storage.directories import (
     MANIFEST,
     MAX_JSON_BYTES,
-    QUARANTINE,
     StepName,
     find_difference,
-    has_directory,
     path_problem,
     paths_problem,
     read_small,
     seal,
     to_plain,
     unseal,
-    write_small,
 )
 from resumekit.storage.file_reader import FileReader
 from resumekit.storage.files import ALGORITHM, FileEntry
@@ -548,49 +543,3 @@ class StepReader:
         if difference is not None:
             path, problem = difference
             raise CorruptCheckpointError(f"{self.name}/{path}", found=problem)
-
-
-def quarantine_step(
-    file_system: FileSystem, directory: Path, name: StepName, error: CorruptCheckpointError
-) -> Path:
-    """Moves a damaged step directory; returns its new path.
-
-    Args:
-        file_system: the file system.
-        directory: the run directory.
-        name: of the step directory.
-        error: the proof of the damage.
-
-    Raises:
-        ConfigurationError: the error is no proof of damage.
-        OSError: as the failing call said; the step directory stays, or is in quarantine.
-    """
-    if not isinstance(error, CorruptCheckpointError):
-        raise ConfigurationError(
-            str(name), found=f"a {type(error).__name__}", expected="proven damage"
-        )
-    # A link of this name is no directory: mkdir refuses it.
-    if not has_directory(file_system, directory, QUARANTINE):
-        file_system.mkdir(directory / QUARANTINE)
-    # Also for an existing one: a process killed here may have created it.
-    file_system.fsync_dir(directory)
-    target = directory / QUARANTINE / f"{name}-{uuid.uuid4().hex[:12]}"
-    reason = seal({"checkpoint": str(name), "error": str(error)})
-    write_small(file_system, target.with_name(f"{target.name}.reason.json"), reason)
-    file_system.rename(directory / str(name), target)
-    # First the new name, then the removal of the old one: a power cut between them loses nothing.
-    file_system.fsync_dir(target.parent)
-    file_system.fsync_dir(directory)
-    return target
-
-
-def list_quarantined(file_system: FileSystem, directory: Path) -> list[str]:
-    """The names of the step directories in quarantine, sorted.
-
-    Raises:
-        OSError: it could not be listed.
-    """
-    if not has_directory(file_system, directory, QUARANTINE):
-        return []
-    entries = file_system.list(directory / QUARANTINE)
-    return [entry.name for entry in entries if entry.kind == "directory"]

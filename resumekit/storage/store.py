@@ -64,9 +64,7 @@ from resumekit.storage.io.file_system import (
 from resumekit.storage.manifest import (
     Manifest,
     StepReader,
-    list_quarantined,
     list_steps,
-    quarantine_step,
 )
 from resumekit.storage.ownership import (
     POLL_SECONDS,
@@ -80,6 +78,7 @@ from resumekit.storage.ownership import (
     unrelated_names,
     write_owner,
 )
+from resumekit.storage.quarantine import list_quarantined, quarantine_step
 
 
 class Store:

@@ -1,0 +1,40 @@
+"""What the commands print: lines, tables and JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_PIPE_WIDTH = 160
+
+
+def print_json(value: Any) -> None:
+    """Prints JSON that a program can read, whatever the width of the terminal."""
+    print_line(json.dumps(value, indent=2))
+
+
+def print_line(text: str, *, to_stderr: bool = False) -> None:
+    """Prints text without markup, wrapping or colours."""
+    console(to_stderr=to_stderr).print(Text(text), soft_wrap=True)
+
+
+def new_table(*columns: str) -> Table:
+    """A table without lines."""
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def console(*, to_stderr: bool = False) -> Console:
+    """The terminal, or what stands for it."""
+    # Created per call: a test or a pipe may have replaced the terminal. A pipe has no width, and
+    # rich would cut its lines at 80 characters.
+    terminal = Console(highlight=False, stderr=to_stderr)
+    if terminal.is_terminal:
+        return terminal
+    return Console(highlight=False, stderr=to_stderr, width=_PIPE_WIDTH)
