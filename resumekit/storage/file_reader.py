@@ -25,13 +25,8 @@ from resumekit.storage.files import (
     joined,
     scatter,
 )
-from resumekit.storage.io.file_system import (
-    FileSystem,
-    is_aligned,
-    read_errors,
-    read_fully,
-    save_errors,
-)
+from resumekit.storage.io.direct import is_aligned
+from resumekit.storage.io.file_system import FileSystem, read_errors, read_fully, save_errors
 from resumekit.storage.io.pipeline import Slots
 
 MAX_READ_BYTES = 1 << 30

@@ -26,7 +26,8 @@ import xxhash
 
 from resumekit.errors import SaveError
 from resumekit.storage.io import pipeline
-from resumekit.storage.io.file_system import FileSystem, address_of, save_errors
+from resumekit.storage.io.direct import address_of
+from resumekit.storage.io.file_system import FileSystem, save_errors
 from resumekit.storage.io.pipeline import Calls, UnsyncedFiles
 
 BLOCK_BYTES = 4 << 20

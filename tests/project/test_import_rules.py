@@ -95,8 +95,8 @@ LAYERS: dict[str, set[str]] = {
 # others use from their `__init__`.
 PUBLIC_MODULES: dict[str, str] = {
     "storage": (
-        "commit directories file_reader files io.file_system io.pipeline manifest ownership parts "
-        "store"
+        "commit directories file_reader files io.direct io.file_system io.pipeline manifest "
+        "ownership parts store"
     ),
     "serialization": (
         "deferral digests encoding index leaves planning reading sharding tensors writing"
@@ -194,7 +194,7 @@ READS_PROC = {
     "resumekit/record/conditions.py": "model of the processor and version of the driver",
     "resumekit/replay/mounts.py": "mount points, and the user ids of a new namespace",
     "resumekit/run/saving/in_flight.py": "the start time of a rank, in ticks since the boot",
-    "resumekit/storage/io/file_system.py": "opens a file again by its descriptor, with other flags",
+    "resumekit/storage/io/direct.py": "opens a file again by its descriptor, with other flags",
 }
 
 

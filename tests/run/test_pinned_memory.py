@@ -23,7 +23,7 @@ from resumekit.run.saving.snapshot import (
     used_gpus,
     wait_for_gpus,
 )
-from resumekit.storage.io.file_system import address_of
+from resumekit.storage.io.direct import address_of
 from resumekit.storage.io.pipeline import HostBuffer
 
 SIZE = 8 << 20

@@ -15,7 +15,8 @@ from resumekit.errors import UnreadableCheckpointError
 from resumekit.serialization.reading import read_payload
 from resumekit.storage.files import BLOCK_BYTES
 from resumekit.storage.io import pipeline
-from resumekit.storage.io.file_system import LocalFileSystem, address_of
+from resumekit.storage.io.direct import address_of
+from resumekit.storage.io.file_system import LocalFileSystem
 from resumekit.storage.manifest import StepReader
 
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from resumekit.storage.io import file_system
-from resumekit.storage.io.file_system import MIN_DIRECT_BYTES, LocalFileSystem, _is_cached
+from resumekit.storage.io import direct
+from resumekit.storage.io.direct import MIN_DIRECT_BYTES, _is_cached
+from resumekit.storage.io.file_system import LocalFileSystem
 from resumekit.storage.io.pipeline import HostBuffer
 
 SIZE = 3 * MIN_DIRECT_BYTES + 4096 + 77
@@ -191,8 +192,8 @@ def test_each_part_of_a_file_is_judged_by_its_first_read(
         judged.append(offset)
         return _is_cached(descriptor, offset, num_bytes)
 
-    monkeypatch.setattr(file_system, "_is_cached", is_cached)
-    monkeypatch.setattr(file_system, "_JUDGED_BYTES", 2 * MIN_DIRECT_BYTES // num_parts)
+    monkeypatch.setattr(direct, "_is_cached", is_cached)
+    monkeypatch.setattr(direct, "_JUDGED_BYTES", 2 * MIN_DIRECT_BYTES // num_parts)
     local, memory = LocalFileSystem(), HostBuffer(SIZE).view
     handle = local.open(disk / "x")
     for begin in (0, MIN_DIRECT_BYTES, 0):

@@ -17,7 +17,7 @@ from failpoints import FailpointFileSystem, parse_failpoints
 from resumekit.errors import DirectoryError, SaveError
 from resumekit.storage.commit import RetentionPolicy
 from resumekit.storage.directories import StepName
-from resumekit.storage.io import file_system, pipeline
+from resumekit.storage.io import direct, pipeline
 from resumekit.storage.io.file_system import LocalFileSystem
 from resumekit.storage.store import Store
 
@@ -30,7 +30,7 @@ def io(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the files are written: straight, or in chunks by direct I/O with a small tail."""
     if request.param == "direct":
         monkeypatch.setattr(pipeline, "CHUNK_BYTES", 8192)
-        monkeypatch.setattr(file_system, "MIN_DIRECT_BYTES", 4096)
+        monkeypatch.setattr(direct, "MIN_DIRECT_BYTES", 4096)
     return str(request.param)
 
 

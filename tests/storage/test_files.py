@@ -29,7 +29,8 @@ from resumekit.storage.files import (
     Piece,
 )
 from resumekit.storage.io import pipeline
-from resumekit.storage.io.file_system import FileSystem, LocalFileSystem, ReadHandle, address_of
+from resumekit.storage.io.direct import address_of
+from resumekit.storage.io.file_system import FileSystem, LocalFileSystem, ReadHandle
 from resumekit.storage.io.pipeline import HostBuffer
 
 SIZES = [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES + 12345]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from resumekit.storage.io.file_system import address_of
+from resumekit.storage.io.direct import address_of
 from resumekit.storage.io.pipeline import ALIGNMENT, HostBuffer, use_huge_pages
 
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")

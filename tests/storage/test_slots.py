@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from resumekit.storage.io.file_system import address_of
+from resumekit.storage.io.direct import address_of
 from resumekit.storage.io.pipeline import CHUNK_BYTES, Slots
 
 

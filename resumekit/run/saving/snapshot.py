@@ -21,7 +21,7 @@ import torch
 from resumekit.errors import SaveError
 from resumekit.log import logger
 from resumekit.serialization.writing import Payload
-from resumekit.storage.io.file_system import address_of
+from resumekit.storage.io.direct import address_of
 from resumekit.storage.io.pipeline import HostBuffer
 
 

@@ -27,13 +27,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
-from resumekit.storage.io.file_system import (
-    FileSystem,
-    LocalFileSystem,
-    address_of,
-    libc,
-    save_errors,
-)
+from resumekit.storage.io.direct import address_of, libc
+from resumekit.storage.io.file_system import FileSystem, LocalFileSystem, save_errors
 
 ALIGNMENT = 2 << 20  # bytes of a huge page on x86-64, and on arm64 with 4 KiB pages
 MIN_HUGE_BYTES = 1 << 20  # smaller allocations come from memory that is in use again and again

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from resumekit.storage.io import file_system, pipeline
+from resumekit.storage.io import direct, pipeline
 from resumekit.storage.io.file_system import LocalFileSystem
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -51,7 +51,7 @@ def main(run: Path, log: Path) -> None:
     from crashlab.training import NEWEST, Live
 
     # Small files as large ones: through the thread that writes, and by direct I/O.
-    pipeline.CHUNK_BYTES = file_system.MIN_DIRECT_BYTES = 4096
+    pipeline.CHUNK_BYTES = direct.MIN_DIRECT_BYTES = 4096
     seam = SeamLog()
     watch: Callable[..., None] = seam
     threading.setprofile(watch)
