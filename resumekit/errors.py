@@ -48,6 +48,8 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
+from resumekit.printable import printable
+
 
 class ResumekitError(Exception):
     """The base of every error here.
@@ -80,7 +82,7 @@ class ResumekitError(Exception):
         sentence += "."
         if self.remedy is not None:
             sentence += f" {self.remedy.rstrip('.')}{'' if self.remedy.endswith('?') else '.'}"
-        return sentence
+        return printable(sentence)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors are sent between ranks; pickle cannot pass keyword-only arguments by default.

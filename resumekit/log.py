@@ -6,7 +6,20 @@ import logging
 import sys
 from contextlib import suppress
 
+from resumekit.printable import printable
+
 logger = logging.getLogger("resumekit")
+
+
+def _escape(record: logging.LogRecord) -> bool:
+    """Makes the message printable, whichever handler writes it."""
+    message = record.getMessage()
+    if not message.isprintable():
+        record.msg, record.args = printable(message), ()
+    return True
+
+
+logger.addFilter(_escape)
 
 
 def show_messages() -> None:

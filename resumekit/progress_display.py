@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import TypeAlias
 
 from resumekit.log import logger, terminal
+from resumekit.printable import printable
 
 # Takes how much was done since the last call, by any thread.
 Advance: TypeAlias = Callable[[int], None]
@@ -57,7 +58,7 @@ def show_progress(
 
 class _Display:
     def __init__(self, what: str, total: int | None, unit: str) -> None:
-        self._what = what
+        self._what = printable(what)
         self._total = total
         self._unit = unit
         self._count = 0

@@ -20,6 +20,7 @@ from resumekit.cli.replay_command import replay
 from resumekit.cli.report_command import report
 from resumekit.cli.run_command import cadence_of, run
 from resumekit.errors import ResumekitError
+from resumekit.printable import printable
 from resumekit.version import __version__
 
 EXIT_NO = 1
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         line = str(error)
         if not isinstance(error, ResumekitError):
             line = f"{type(error).__name__}: {error} (resumekit {DEBUG_OPTION} ... shows where)"
-        typer.echo(f"error: {' '.join(line.split())}", err=True)
+        typer.echo(f"error: {printable(' '.join(line.split()))}", err=True)
         raise SystemExit(EXIT_ERROR) from None
 
 
@@ -211,7 +212,8 @@ def list_checkpoints(directory: Directory, as_json: AsJson = False) -> None:
     """List the checkpoints of a run, newest first. Reads the manifests only."""
     from resumekit.cli.views import list_directory
 
-    list_directory(existing(directory), as_json=as_json)
+    if not list_directory(existing(directory), as_json=as_json):
+        raise typer.Exit(EXIT_NO)
 
 
 @app.command()

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.text import Text
 
 from resumekit.cli.output_files import require_file_path, write_file
-from resumekit.cli.terminal import console, new_table, print_json
-from resumekit.cli.views import reader_at
+from resumekit.cli.terminal import console, new_table, plain, print_json
+from resumekit.cli.views import again_if_deleted, is_step, reader_at
 from resumekit.diff import (
     CheckpointDifference,
     ComponentDifference,
@@ -55,8 +54,12 @@ def diff_checkpoints(
     """
     if page is not None:
         require_file_path(page, without=(first, second))
-    readers = [reader_at(path, step) for path in (first, second)]
-    found = compare_checkpoints(*readers, components=components)
+    found = again_if_deleted(
+        lambda: compare_checkpoints(
+            reader_at(first, step), reader_at(second, step), components=components
+        ),
+        named=step is not None or (is_step(first) and is_step(second)),
+    )
     if as_json:
         print_json(found.as_plain())
     else:
@@ -69,11 +72,11 @@ def diff_checkpoints(
 
 
 def _print(terminal: Console, found: CheckpointDifference, max_rows: int | None) -> None:
-    terminal.print(Text(found.verdict, style="bold"), soft_wrap=True)
+    terminal.print(plain(found.verdict, style="bold"), soft_wrap=True)
     for letter, side in zip("AB", (found.first, found.second), strict=True):
-        terminal.print(Text(f"  {letter}  {side}"), soft_wrap=True)
+        terminal.print(plain(f"  {letter}  {side}"), soft_wrap=True)
     if found.prefix_note:
-        terminal.print(Text(f"  {found.prefix_note}"), soft_wrap=True)
+        terminal.print(plain(f"  {found.prefix_note}"), soft_wrap=True)
     _print_table(terminal, found.components)
     for component in found.components:
         if not component.is_equal and component.only_in is None:
@@ -87,7 +90,8 @@ def _print(terminal: Console, found: CheckpointDifference, max_rows: int | None)
 def _print_component(
     terminal: Console, component: ComponentDifference, max_rows: int | None
 ) -> None:
-    terminal.print(Text(f"\n{component.key}", style="bold"))
+    terminal.print()
+    terminal.print(plain(component.key, style="bold"))
     if component.tensors:
         _print_table(terminal, component.tensors[:max_rows])
         _print_rest(terminal, len(component.tensors), max_rows, "tensors")
@@ -98,14 +102,14 @@ def _print_component(
         if names:
             shown = names if max_rows is None else names[:_MAX_NAMES]
             more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
-            terminal.print(Text(f"only in {letter}: {', '.join(shown)}{more}"), soft_wrap=True)
+            terminal.print(plain(f"only in {letter}: {', '.join(shown)}{more}"), soft_wrap=True)
 
 
 def _print_table(terminal: Console, differences: Sequence[_Difference]) -> None:
     table = new_table(*differences[0].COLUMNS)
     for each in differences:
         is_bold = isinstance(each, ComponentDifference) and each.row[1] == "differs"
-        table.add_row(*map(Text, each.row), style="bold" if is_bold else None)
+        table.add_row(*map(plain, each.row), style="bold" if is_bold else None)
     terminal.print(table)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from resumekit.errors import ConfigurationError
+from resumekit.printable import printable
 
 if TYPE_CHECKING:
     from resumekit.prove import ProveResult
@@ -58,13 +59,13 @@ def write_file(text: str, file: Path, *, png: bool = False, to_stderr: bool = Fa
         raise ConfigurationError(
             str(file), found=f"cannot be written ({error.strerror})", expected="a file path"
         ) from error
-    typer.echo(str(file), err=to_stderr)
+    typer.echo(printable(str(file)), err=to_stderr)
     if png:
         from resumekit.html_report import take_screenshot
 
         picture = file.with_suffix(".png")
         take_screenshot(file, picture)
-        typer.echo(str(picture), err=to_stderr)
+        typer.echo(printable(str(picture)), err=to_stderr)
 
 
 @contextmanager

@@ -9,17 +9,24 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from resumekit.printable import printable
+
 _PIPE_WIDTH = 160
 
 
 def print_json(value: Any) -> None:
     """Prints JSON that a program can read, whatever the width of the terminal."""
-    print_line(json.dumps(value, indent=2))
+    console().print(Text(json.dumps(value, indent=2)), soft_wrap=True)
 
 
 def print_line(text: str, *, to_stderr: bool = False) -> None:
     """Prints text without markup, wrapping or colours."""
-    console(to_stderr=to_stderr).print(Text(text), soft_wrap=True)
+    console(to_stderr=to_stderr).print(plain(text), soft_wrap=True)
+
+
+def plain(text: str, *, style: str = "") -> Text:
+    """Text without markup, safe to print: every cell and line with a name or a value in it."""
+    return Text(printable(text), style=style)
 
 
 def new_table(*columns: str) -> Table:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.table import Table
-from rich.text import Text
 
-from resumekit.cli.terminal import console, new_table, print_json, print_line
+from resumekit.cli.terminal import console, new_table, plain, print_json, print_line
 from resumekit.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -27,28 +27,35 @@ from resumekit.storage.directories import StepName
 from resumekit.storage.manifest import ForkOrigin, Manifest, StepReader, lineage_of
 from resumekit.storage.store import Store
 
+Read = TypeVar("Read")
 
-def list_directory(directory: Path, *, as_json: bool) -> None:
+
+def list_directory(directory: Path, *, as_json: bool) -> bool:
     """Prints one line for each checkpoint, newest first; only manifests are read.
+
+    Returns:
+        Whether all of them can be used.
 
     Raises:
         CheckpointNotFoundError: there is none.
     """
-    rows = [(name, *_manifest_and_state(directory, name)) for name in _names(directory)]
+    rows = again_if_deleted(lambda: _rows(directory))
+    all_good = all(manifest is not None for _, manifest, _ in rows)
     shared = shared_bytes(directory, (manifest for _, manifest, _ in rows if manifest))
     if as_json:
         print_json([_plain(*row, shared.get(row[0], 0)) for row in rows])
-        return
+        return all_good
     table = new_table(
         "checkpoint", "epoch", "batch", "size", "created", "metric", "journal", "state"
     )
     for name, manifest, state in rows:
         cells = (str(name), *_middle(manifest, shared.get(name, 0)), state)
-        table.add_row(*map(Text, cells))
+        table.add_row(*map(plain, cells))
     console().print(table)
     newest = next((manifest for _, manifest, _ in rows if manifest is not None), None)
     for origin in () if newest is None else lineage_of(newest):
         print_line(f"forked from {_lineage_line(origin)}")
+    return all_good
 
 
 def inspect_checkpoint(path: Path, *, as_json: bool) -> None:
@@ -61,7 +68,7 @@ def inspect_checkpoint(path: Path, *, as_json: bool) -> None:
     Raises:
         CheckpointError: it cannot be opened, or there is none.
     """
-    reader = reader_at(path)
+    reader = again_if_deleted(lambda: reader_at(path), named=is_step(path))
     manifest = reader.manifest
     if as_json:
         print_json(json.loads(manifest.to_bytes()))
@@ -93,8 +100,11 @@ def export_checkpoint(path: Path, file: Path, *, component: str | None, dtype: s
     """
     from resumekit.export import export_model  # the other views need no torch
 
-    reader = reader_at(path)
-    names = export_model(reader, file, key=component, dtype=dtype)
+    def export() -> tuple[StepReader, tuple[str, ...]]:
+        reader = reader_at(path)
+        return reader, export_model(reader, file, key=component, dtype=dtype)
+
+    reader, names = again_if_deleted(export, named=is_step(path))
     size = human_bytes(file.stat().st_size)
     print_line(f"{file}: {len(names)} tensors of {reader.name}, {size}")
 
@@ -133,33 +143,86 @@ def verify_directory(directory: Path, *, step: str | None) -> bool:
         CheckpointNotFoundError: there is none, or not this one.
     """
     show_messages()
-    all_good = True
-    for name in _names(directory, step):
-        started = time.perf_counter()
-        try:
-            store = Store(directory)
-            reader = store.open_step(name)
-            what = f"verifying {directory / str(name)}"
-            with show_progress(what, _size(reader.manifest)) as advance, store.observed(advance):
-                reader.verify()
-        except CheckpointError as error:
-            all_good = False
-            print_line(f"{name}  DAMAGED  {error}" if _is_damage(error) else f"{name}  ?  {error}")
-            continue
-        files = reader.manifest.files
-        size, seconds = _size(reader.manifest), time.perf_counter() - started
-        print_line(f"{name}  ok  {len(files)} files, {human_bytes(size)}, {seconds:.2f} s")
-    return all_good
+
+    def verify() -> list[bool]:
+        store = Store(directory)
+        return _of_those_left(_names(store, step), lambda name: _is_intact(store, name))
+
+    return all(again_if_deleted(verify, named=step is not None))
 
 
-def _names(directory: Path, step: str | None = None) -> list[StepName]:
-    names = Store(directory).step_names()
+def _is_intact(store: Store, name: StepName) -> bool:
+    """Reads a checkpoint, and prints the line about it."""
+    started = time.perf_counter()
+    try:
+        reader = store.open_step(name)
+        what = f"verifying {store.directory / str(name)}"
+        with show_progress(what, _size(reader.manifest)) as advance, store.observed(advance):
+            reader.verify()
+    except CheckpointNotFoundError:
+        raise
+    except CheckpointError as error:
+        print_line(f"{name}  {_state_of(error)}")
+        return False
+    files = reader.manifest.files
+    size, seconds = _size(reader.manifest), time.perf_counter() - started
+    print_line(f"{name}  ok  {len(files)} files, {human_bytes(size)}, {seconds:.2f} s")
+    return True
+
+
+# ---------------------------------------------------------------- a run that deletes meanwhile
+
+_MAX_TRIES = 20
+
+
+def again_if_deleted(read: Callable[[], Read], *, named: bool = False) -> Read:
+    """What a function reads of a run that may be alive, and delete what is being read.
+
+    Args:
+        read: is called again where it raises CheckpointNotFoundError, and then finds newer ones.
+        named: the user has named the checkpoint, so no other one will do.
+
+    Raises:
+        CheckpointNotFoundError: the named one has been deleted; or each one, time after time.
+    """
+    for _ in range(0 if named else _MAX_TRIES - 1):
+        with suppress(CheckpointNotFoundError):
+            return read()
+    return read()
+
+
+def _of_those_left(names: list[StepName], read: Callable[[StepName], Read]) -> list[Read]:
+    """What a function reads of each checkpoint that the run does not delete meanwhile."""
+    found: list[Read] = []
+    for name in names:
+        with suppress(CheckpointNotFoundError):
+            found.append(read(name))
+    if not found:
+        raise _deleted(", ".join(map(str, names)))
+    return found
+
+
+def _deleted(where: Path | str) -> CheckpointNotFoundError:
+    return CheckpointNotFoundError(
+        str(where),
+        found="the run deletes its checkpoints while they are read",
+        remedy="Let it keep more of them: keep_latest",
+    )
+
+
+def is_step(path: Path) -> bool:
+    """Whether this is the path of a step directory, and not of a run."""
+    return StepName.parse(path.resolve().name) is not None
+
+
+def _names(store: Store, step: str | None = None) -> list[StepName]:
+    names = store.step_names()
     if step is not None:
         # `500` is every save of step 500, `step-00000500-r1` is one of them.
         names = [name for name in names if step in (str(name), str(name.step))]
     if not names:
         what = "no checkpoint" if step is None else f"no checkpoint {step}"
-        raise CheckpointNotFoundError(str(directory), found=what)
+        raise CheckpointNotFoundError(str(store.directory), found=what)
     return names
 
 
@@ -176,26 +239,42 @@ def reader_at(path: Path, step: str | None = None) -> StepReader:
     name = StepName.parse(path.resolve().name)
     if name is not None:
         return Store(path.resolve().parent).open_step(name)
-    rejected: list[CheckpointError] = []
-    for newest in _names(path, step):
+    store, rejected = Store(path), list[CheckpointError]()
+    for newest in _names(store, step):
         try:
-            reader = Store(path).open_step(newest)
+            reader = store.open_step(newest)
+        except CheckpointNotFoundError:
+            continue
         except CheckpointError as error:
             rejected.append(error)
         else:
             for reason in rejected:
                 print_line(f"passed over: {reason}", to_stderr=True)
             return reader
+    if not rejected:
+        raise _deleted(path)
     raise NoUsableCheckpointError(str(path), found="; ".join(map(str, rejected)))
 
 
-def _manifest_and_state(directory: Path, name: StepName) -> tuple[Manifest | None, str]:
+def _rows(directory: Path) -> list[tuple[StepName, Manifest | None, str]]:
+    """Name, manifest and state of each checkpoint, newest first."""
+    store = Store(directory)
+    return _of_those_left(_names(store), lambda name: (name, *_manifest_and_state(store, name)))
+
+
+def _manifest_and_state(store: Store, name: StepName) -> tuple[Manifest | None, str]:
     try:
-        manifest = Store(directory).open_step(name).manifest
+        manifest = store.open_step(name).manifest
+    except CheckpointNotFoundError:
+        raise
     except CheckpointError as error:
-        return None, f"{'DAMAGED' if _is_damage(error) else '?'}  {error}"
+        return None, _state_of(error)
     finished = manifest.finished
     return manifest, "complete" if finished is None else f"finished ({finished})"
+
+
+def _state_of(error: CheckpointError) -> str:
+    return f"{'DAMAGED' if isinstance(error, CorruptCheckpointError) else '?'}  {error}"
 
 
 def _plain(
@@ -232,10 +311,6 @@ def _verdict(manifest: Manifest) -> str:
     return f"{word} ({steps} step{'' if steps == 1 else 's'})" if steps else word
 
 
-def _is_damage(error: CheckpointError) -> bool:
-    return isinstance(error, CorruptCheckpointError)
-
-
 def _size(manifest: Manifest) -> int:
     return sum(entry.size for entry in manifest.files)
 
@@ -262,11 +337,11 @@ def _component_table(manifest: Manifest) -> Table:
     for record in manifest.components:
         fidelity = f"{record.fidelity} ({record.reason})" if record.reason else record.fidelity
         ranks = ", ".join(map(str, record.writers))
-        table.add_row(*map(Text, (record.key, fidelity, record.pattern, record.directory, ranks)))
+        table.add_row(*map(plain, (record.key, fidelity, record.pattern, record.directory, ranks)))
     saved = {record.key for record in manifest.components}
     for key, line in manifest.capture.items():
         if key not in saved and isinstance(line, Mapping):
-            table.add_row(Text(key), Text(f"none ({line.get('reason', '')})"), style="dim")
+            table.add_row(plain(key), plain(f"none ({line.get('reason', '')})"), style="dim")
     return table
 
 
@@ -274,7 +349,7 @@ def _file_table(manifest: Manifest) -> Table:
     table = new_table("file", "size", "digest", "rank")
     for entry in manifest.files:
         cells = (entry.path, human_bytes(entry.size), entry.digest, str(entry.writer))
-        table.add_row(*map(Text, cells))
+        table.add_row(*map(plain, cells))
     return table
 
 
@@ -283,8 +358,8 @@ def _value_table(values: Mapping[str, Any]) -> Table:
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
     for key, value in values.items():
-        plain = value if isinstance(value, str) else json.dumps(value)
-        table.add_row(Text(key), Text(plain))
+        text = value if isinstance(value, str) else json.dumps(value)
+        table.add_row(plain(key), plain(text))
     return table
 
 

@@ -80,8 +80,8 @@ class Launch(subprocess.Popen[bytes]):
         return num_killed
 
     def log_tail(self) -> str:
-        """The last lines that the command wrote."""
-        return "" if self._log is None else tail_of(self._log)
+        """The last lines that the command wrote, as one."""
+        return "" if self._log is None else " ".join(tail_of(self._log).split())
 
 
 def tail_of(path: Path) -> str:

@@ -43,7 +43,7 @@ from resumekit.storage.directories import (
     StepName,
     directories_of,
     exists,
-    find_difference,
+    find_differences,
     is_taken,
     path_problem,
     remove_tree,
@@ -289,10 +289,9 @@ class Staging:
             written = writer.finish()
         sizes = {entry.path: entry.size for entry in (*manifest.files, written)}
         with save_errors(self.path):
-            difference = find_difference(self._file_system, self.path, sizes)
+            difference = next(find_differences(self._file_system, self.path, sizes), None)
         if difference is not None:
-            name, problem = difference
-            raise SaveError(str(self.path / name), found=problem)
+            raise SaveError(str(self.path / difference.path), found=difference.problem)
         self._unsynced.sync([*(self.path / part for part in reversed(used)), self.path])
 
     def _point_latest(self) -> None:

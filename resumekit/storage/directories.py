@@ -20,12 +20,12 @@ import json
 import math
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import xxhash
 
@@ -45,6 +45,7 @@ _STEP_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,18})(?:-r([1-9][0-9]{0,5})
 _MAX_NAME_BYTES = 255  # of one part, on every common file system
 _MAX_PATH_BYTES = 1024
 _SPECIAL_PARTS = frozenset(("", ".", ".."))
+_NUM_NAMED = 3
 
 
 @dataclass(frozen=True, order=True)
@@ -224,19 +225,30 @@ def has_directory(file_system: FileSystem, parent: Path, name: str) -> bool:
     return any(entry.name == name and entry.kind == "directory" for entry in entries)
 
 
-def find_difference(
+class Difference(NamedTuple):
+    """A difference between a directory tree and its inventory.
+
+    Args:
+        path: relative to the root of the tree.
+        problem: what is wrong with it.
+        is_listed: whether the inventory lists it.
+    """
+
+    path: str
+    problem: str
+    is_listed: bool = True
+
+
+def find_differences(
     file_system: FileSystem, root: Path, sizes: Mapping[str, int], *, except_file: str | None = None
-) -> tuple[str, str] | None:
-    """The first difference between a directory tree and the inventory.
+) -> Iterator[Difference]:
+    """The differences between a directory tree and its inventory, until the first listed one.
 
     Args:
         file_system: the file system.
         root: the root of the tree.
-        sizes: bytes of each file by its relative path; no other file may exist.
-        except_file: one more file that may exist, of any size.
-
-    Returns:
-        The relative path and what is wrong with it; None without a difference.
+        sizes: bytes of each file by its relative path.
+        except_file: one more file, of any size.
 
     Raises:
         OSError: a directory could not be listed.
@@ -252,16 +264,27 @@ def find_difference(
             missing.discard(path)
             if path == except_file and entry.kind == "file":
                 continue
+            kind = _KINDS[entry.kind]
             if path not in sizes and path not in expected:
-                return path, f"an extra {_KINDS[entry.kind]} that the manifest does not list"
+                yield Difference(path, f"an extra {kind} that the manifest does not list", False)
+                continue
             wanted = "file" if path in sizes else "directory"
             if entry.kind != wanted:
-                return path, f"is a {_KINDS[entry.kind]}, expected a {wanted}"
+                yield Difference(path, f"is a {kind}, expected a {wanted}")
+                return
             if path in sizes and entry.size != sizes[path]:
-                return path, f"has {entry.size} bytes, expected {sizes[path]} as the manifest says"
+                expected_size = f"expected {sizes[path]} as the manifest says"
+                yield Difference(path, f"has {entry.size} bytes, {expected_size}")
+                return
         if missing:
-            return min(missing), "is missing"
-    return None
+            yield Difference(min(missing), "is missing")
+            return
+
+
+def name_few(names: Sequence[str]) -> str:
+    """The first of these names, and how many more there are."""
+    more = len(names) - _NUM_NAMED
+    return ", ".join(names[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 _KINDS = {"file": "file", "directory": "directory", "other": "link or special file"}

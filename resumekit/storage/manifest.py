@@ -6,7 +6,8 @@ Its details also say which checkpoints of other runs the run began from.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from resumekit.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     FormatVersionError,
+    UnreadableCheckpointError,
     UnsupportedValueError,
 )
 from resumekit.state import Fidelity, SharingPattern, Slot
@@ -22,7 +24,8 @@ from resumekit.storage.directories import (
     MANIFEST,
     MAX_JSON_BYTES,
     StepName,
-    find_difference,
+    find_differences,
+    is_taken,
     path_problem,
     paths_problem,
     read_small,
@@ -489,13 +492,33 @@ def _check_is_directory(file_system: FileSystem, directory: Path, name: StepName
         raise CorruptCheckpointError(str(name), found="is not a directory", expected="a directory")
 
 
+@contextmanager
+def _unless_deleted(file_system: FileSystem, path: Path) -> Iterator[None]:
+    """Errors of the body prove nothing where the step directory has been deleted meanwhile.
+
+    Raises:
+        CheckpointNotFoundError: it is gone.
+    """
+    try:
+        yield
+    except (CorruptCheckpointError, UnreadableCheckpointError) as error:
+        with read_errors(path.name):
+            is_there = is_taken(file_system, path)
+        if is_there:
+            raise
+        raise CheckpointNotFoundError(str(path), found="deleted while it was read") from error
+
+
 class StepReader:
-    """A committed step directory: verified manifest, and exactly its files.
+    """A committed step directory: a verified manifest, and the files that it lists.
 
     Args:
         file_system: the file system.
         directory: the run directory.
         name: of the step directory.
+
+    Attributes:
+        unlisted: the paths of files and directories that the manifest does not list.
 
     Raises:
         CheckpointError: see ``Store.open_step``.
@@ -505,9 +528,10 @@ class StepReader:
         self._file_system = file_system
         self.name = name
         self.path = directory / str(name)
-        self.manifest = read_manifest(file_system, directory, name)
-        self._entries = {entry.path: entry for entry in self.manifest.files}
-        self._check_tree()
+        with _unless_deleted(file_system, self.path):
+            self.manifest = read_manifest(file_system, directory, name)
+            self._entries = {entry.path: entry for entry in self.manifest.files}
+            self.unlisted = tuple(self._check_tree())
 
     def file(self, path: str) -> FileReader:
         """A file of the checkpoint, for verified reading.
@@ -516,6 +540,7 @@ class StepReader:
             path: as the manifest lists it.
 
         Raises:
+            CheckpointNotFoundError: the checkpoint has been deleted.
             CorruptCheckpointError: the manifest does not list it, or it has another size.
             UnreadableCheckpointError: it could not be opened.
         """
@@ -523,12 +548,14 @@ class StepReader:
         entry = self._entries.get(path)
         if entry is None:
             raise CorruptCheckpointError(where, found="is not listed in the manifest")
-        return FileReader(self._file_system, self.path / path, where=where, entry=entry)
+        with _unless_deleted(self._file_system, self.path):
+            return FileReader(self._file_system, self.path / path, where=where, entry=entry)
 
     def verify(self) -> None:
         """Reads every byte of every file and compares the digests.
 
         Raises:
+            CheckpointNotFoundError: the checkpoint has been deleted.
             CorruptCheckpointError: names the first damaged file and both digests.
             UnreadableCheckpointError: a file could not be read.
         """
@@ -536,10 +563,11 @@ class StepReader:
             with self.file(entry.path) as reader:
                 reader.verify()
 
-    def _check_tree(self) -> None:
+    def _check_tree(self) -> Iterator[str]:
+        """Compares the files with the manifest; gives the paths that it does not list."""
         sizes = {entry.path: entry.size for entry in self.manifest.files}
         with read_errors(str(self.name)):
-            difference = find_difference(self._file_system, self.path, sizes, except_file=MANIFEST)
-        if difference is not None:
-            path, problem = difference
-            raise CorruptCheckpointError(f"{self.name}/{path}", found=problem)
+            for each in find_differences(self._file_system, self.path, sizes, except_file=MANIFEST):
+                if each.is_listed:
+                    raise CorruptCheckpointError(f"{self.name}/{each.path}", found=each.problem)
+                yield each.path

@@ -48,6 +48,7 @@ from resumekit.storage.directories import (
     STAGING,
     TRAININGS,
     StepName,
+    name_few,
     read_small,
     seal,
     unseal,
@@ -319,7 +320,6 @@ def is_unused(file_system: FileSystem, directory: Path) -> bool:
 
 
 _OF_A_RUN = frozenset({OWNER, LOCK, STAGING, QUARANTINE, TRAININGS})
-_NUM_NAMED = 3
 
 
 def unrelated_names(file_system: FileSystem, directory: Path) -> str:
@@ -332,8 +332,7 @@ def unrelated_names(file_system: FileSystem, directory: Path) -> str:
     entries = {entry.name: entry.kind for entry in file_system.list(directory)}
     if any(name in _OF_A_RUN or StepName.parse(name) is not None for name in entries):
         return ""
-    names, more = sorted(entries), len(entries) - _NUM_NAMED
-    words = ", ".join(names[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")
+    words = name_few(sorted(entries))
     if entries.get(LATEST) == "file":
         raise DirectoryError(
             str(directory),

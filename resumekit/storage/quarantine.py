@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from pathlib import Path
 
 from resumekit.errors import ConfigurationError, CorruptCheckpointError
 from resumekit.storage.directories import QUARANTINE, StepName, has_directory, seal, write_small
 from resumekit.storage.io.file_system import FileSystem
+
+_NAME = re.compile("step-[0-9]{8}")
 
 
 def quarantine_step(
@@ -53,4 +56,4 @@ def list_quarantined(file_system: FileSystem, directory: Path) -> list[str]:
     if not has_directory(file_system, directory, QUARANTINE):
         return []
     entries = file_system.list(directory / QUARANTINE)
-    return [entry.name for entry in entries if entry.kind == "directory"]
+    return [each.name for each in entries if each.kind == "directory" and _NAME.match(each.name)]

@@ -36,6 +36,7 @@ from resumekit.errors import (
     SaveError,
     SharedDirectoryError,
 )
+from resumekit.log import logger
 from resumekit.storage.commit import (
     Checkpoint,
     RetentionPolicy,
@@ -51,6 +52,7 @@ from resumekit.storage.directories import (
     StepName,
     has_directory,
     make_durable,
+    name_few,
     remove_tree,
 )
 from resumekit.storage.io.file_system import (
@@ -105,6 +107,7 @@ class Store:
         self._file_system = LocalFileSystem() if file_system is None else file_system
         self._lock = PosixLock() if lock is None else lock
         self.unrelated_names = ""
+        self._has_warned = False
         self._record: Owner | None = None  # of the attempt that this rank is part of
         self._owner: Owner | None = None  # the same, while this rank owns the directory
         self._in_flight: set[str] = set()
@@ -241,7 +244,9 @@ class Store:
             return list_steps(self._file_system, self.directory)
 
     def open_step(self, name: StepName) -> StepReader:
-        """A step directory whose manifest is verified and whose files are those it lists.
+        """A step directory whose manifest is verified, and whose files are as it lists them.
+
+        Other files in it are ignored; the first of them are the subject of one warning.
 
         Raises:
             CheckpointNotFoundError: there is no such directory.
@@ -251,6 +256,10 @@ class Store:
             UnreadableCheckpointError: it could not be read.
         """
         reader = StepReader(self._file_system, self.directory, name)
+        if reader.unlisted and not self._has_warned and self._record == self._owner:
+            self._has_warned = True  # only rank 0 of a run warns
+            files = name_few(reader.unlisted)
+            logger.warning("%s: files that are not in its manifest: %s", reader.path, files)
         if self._record is not None and reader.manifest.run_id != self._record.run_id:
             raise ForeignCheckpointError(
                 str(name),

@@ -103,7 +103,7 @@ def test_list_shows_a_damaged_manifest_among_the_good_ones(
 ) -> None:
     _flip_byte(run_directory / "step-00000020" / "manifest.json")
     code, out, _ = command("list", run_directory)
-    assert code == 0
+    assert code == 1
     assert "DAMAGED" in next(line for line in out.splitlines() if "step-00000020" in line)
     assert out.count("DAMAGED") == 1
 
@@ -200,7 +200,7 @@ def test_a_pickle_in_place_of_a_file_is_never_run(
         if path.is_file():
             path.write_bytes(hostile)
     code, out, err = command(name, run_directory)
-    assert code == {"list": 0, "inspect": 2, "verify": 1}[name]
+    assert code == {"list": 1, "inspect": 2, "verify": 1}[name]
     assert "step-00000030/manifest.json" in out + err
     assert not marker.exists()
 

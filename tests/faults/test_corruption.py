@@ -109,7 +109,6 @@ def _all_damages(run: Path, foreign: Path) -> Iterator[Damage]:
     yield from swapped_files(run, NEWEST, others)
     yield from swapped_ranks(run, NEWEST)
     yield from special_files(run, NEWEST)
-    yield from extra_files(run, NEWEST)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -315,6 +314,67 @@ def test_a_checkpoint_that_is_not_damaged_is_resumed(run: Path, tmp_path: Path) 
     shutil.copytree(run, copy)
     report, _ = resumed(copy)
     assert (report.step, report.rejected) == (4, ())
+
+
+def test_files_that_no_manifest_lists_cost_no_checkpoint(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], record_property: RecordProperty
+) -> None:
+    num_files = 0
+    for extra, copy in _copies(run, tmp_path, extra_files(run, NEWEST)):
+        _verify(copy, NEWEST)
+        capsys.readouterr()
+        report, _ = resumed(copy)
+        assert (report.step, report.rejected) == (4, ()), extra
+        assert not (copy / "quarantine").exists(), extra
+        ignored = [
+            line for line in capsys.readouterr().err.splitlines() if "not in its manifest" in line
+        ]
+        assert len(ignored) == 1, extra
+        assert extra.path.removeprefix(f"{NEWEST}/") in ignored[0]
+        num_files += 1
+    record_property("files that no manifest lists, ignored", num_files)
+
+
+def test_a_listed_file_that_is_missing_is_damage_whatever_else_is_there(
+    run: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    (copy / NEWEST / ".DS_Store").write_bytes(b"x")
+    (copy / NEWEST / "state" / "rank-00000.json").rename(copy / NEWEST / "state" / "rank-00000~")
+    assert resumed(copy)[0].step == 2
+    assert [path.name[:13] for path in (copy / "quarantine").glob("*-????????????")] == [NEWEST]
+
+
+def test_a_run_with_other_files_everywhere_continues_and_is_copied(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    (copy / "quarantine").mkdir()
+    for directory in (copy, copy / OLDER, copy / NEWEST, copy / "quarantine", copy / "journal"):
+        (directory / ".DS_Store").write_bytes(b"\0\1")
+        (directory / "notes.txt").write_text("mine")
+        (directory / ".train.py.swp").symlink_to("/nonexistent")
+        (directory / ".snapshot" / "inner").mkdir(parents=True)
+    for words in (["verify"], ["list"], ["inspect"], ["diff", str(copy / OLDER)]):
+        with pytest.raises(SystemExit) as left:
+            main([*words, str(copy)])
+        assert left.value.code == (1 if words[0] == "diff" else 0), words
+    with pytest.raises(SystemExit) as left:
+        main(["export", str(copy), str(tmp_path / "model.safetensors")])
+    assert left.value.code == 0
+    with pytest.raises(SystemExit) as left:
+        main(["fork", str(copy), str(tmp_path / "forked")])
+    assert left.value.code == 0
+    assert files_of(tmp_path / "forked", NEWEST) == files_of(run, NEWEST)
+    capsys.readouterr()
+    assert resumed(tmp_path / "forked")[0].step == 4
+    Live.launch(copy, keep_latest=1).train(until=9)
+    assert sorted(path.name for path in copy.glob("step-*")) == ["step-00000008"]
+    assert not list((copy / "quarantine").glob("step-*"))
+    assert list((copy / ".staging").iterdir()) == []
+    assert capsys.readouterr().err.count("files that are not in its manifest") == 1
 
 
 # ---------------------------------------------------------------- beside the checkpoints

@@ -33,9 +33,10 @@ TEST_RUNNER = frozenset({"pytest"})
 # "resumekit" is the root, which has the public names.
 LAYERS: dict[str, set[str]] = {
     "version": set(),
-    "errors": set(),
-    "log": set(),
-    "progress_display": {"log"},
+    "printable": set(),
+    "errors": {"printable"},
+    "log": {"printable"},
+    "progress_display": {"log", "printable"},
     "requirements": {"errors", "log"},
     "replay_plan": set(),
     "cadence": {"errors"},
@@ -88,6 +89,7 @@ LAYERS: dict[str, set[str]] = {
     "cli": {
         *("errors", "log", "progress_display", "storage", "export", "prove", "demo", "version"),
         *("diff", "fork", "shared_files", "html_report", "attach", "supervisor", "replay"),
+        "printable",
     },
 }
 
@@ -204,6 +206,7 @@ MAX_LINES = 600  # of a module: one idea, read from top to bottom
 # what it has. A change that raises a number gives its reason beside it.
 BUDGET: dict[str, int] = {
     "version": 10,
+    "printable": 10,
     "errors": 80,
     "log": 50,
     "progress_display": 110,
@@ -212,7 +215,7 @@ BUDGET: dict[str, int] = {
     "cadence": 110,
     "state": 350,
     "distributed": 230,
-    "storage": 2_660,
+    "storage": 2_740,  # 70: unlisted files, deletion by a live run, reads that are retried
     "serialization": 2_970,
     "live": 1_080,
     "capture": 6_610,  # 10: what a variable and a dataset share
@@ -236,7 +239,7 @@ BUDGET: dict[str, int] = {
     "demo": 140,
     "demo_script": 90,
     "html_report": 1_020,
-    "cli": 740,
+    "cli": 800,  # 50: checkpoints that a live run deletes meanwhile
     "__init__": 50,
 }
 

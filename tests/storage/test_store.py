@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ from resumekit.errors import (
 from resumekit.storage.commit import RetentionPolicy
 from resumekit.storage.directories import StepName, seal
 from resumekit.storage.files import FileEntry
-from resumekit.storage.io.file_system import Free, LocalFileSystem
+from resumekit.storage.io.file_system import Entry, Free, LocalFileSystem, ReadHandle
 from resumekit.storage.manifest import Manifest
 from resumekit.storage.store import Store
 
@@ -145,9 +146,6 @@ def _swap_for_file(path: Path) -> None:
         (MODEL, Path.unlink, f"{MODEL}: is missing"),
         ("state", shutil.rmtree, "state: is missing"),
         ("manifest.json", Path.unlink, "manifest.json: is missing"),
-        ("extra", Path.touch, "extra: an extra file"),
-        ("model/x", Path.touch, "model/x: an extra file"),
-        ("empty", Path.mkdir, "empty: an extra directory"),
         (MODEL, lambda path: os.truncate(path, 3), f"{MODEL}: has 3 bytes, expected"),
         (MODEL, lambda path: os.truncate(path, 0), f"{MODEL}: has 0 bytes, expected"),
         (MODEL, _link, f"{MODEL}: is a link or special file, expected a file"),
@@ -180,6 +178,99 @@ def test_a_damaged_step_directory_is_refused_with_the_reason(
     (name,) = store.step_names()
     with pytest.raises(CorruptCheckpointError, match=message):
         store.open_step(name)
+
+
+def _link_to_nothing(path: Path) -> None:
+    path.symlink_to("/nonexistent")
+
+
+def _make_directory_with_a_file(path: Path) -> None:
+    path.mkdir()
+    (path / "inner").touch()
+
+
+@pytest.mark.parametrize("make", [Path.touch, _make_directory_with_a_file, _link_to_nothing])
+@pytest.mark.parametrize("path", [".DS_Store", "model/.nfs0001"])
+def test_files_that_the_manifest_does_not_list_are_ignored_and_reported_once(
+    store: Store,
+    save: Save,
+    run_directory: Path,
+    path: str,
+    make: Callable[[Path], object],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for step in (5, 6):
+        save(store, step)
+        make(run_directory / f"step-0000000{step}" / path)
+    for name in store.step_names():
+        store.open_step(name).verify()
+        store.open_step(name).verify()
+    (message,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert message.endswith(f"step-00000006: files that are not in its manifest: {path}")
+    with pytest.raises(CorruptCheckpointError, match="is not listed in the manifest"):
+        store.open_step(StepName(5)).file(path)
+
+
+def test_retention_deletes_a_checkpoint_with_the_unlisted_files_in_it(
+    store: Store, save: Save, run_directory: Path
+) -> None:
+    outside = run_directory.parent / "outside"
+    outside.write_text("kept")
+    for step in (5, 6):
+        save(store, step)
+    _make_directory_with_a_file(run_directory / "step-00000005" / ".snapshot")
+    (run_directory / "step-00000005" / "model" / "link").symlink_to(outside)
+    assert store.retain(RetentionPolicy(keep_latest=1)) == [StepName(5)]
+    store.empty_trash()
+    assert list((run_directory / ".staging").iterdir()) == []
+    assert outside.read_text() == "kept"
+
+
+def test_a_directory_in_quarantine_that_is_no_checkpoint_is_not_counted(
+    store: Store, save: Save, run_directory: Path
+) -> None:
+    (run_directory / "quarantine" / ".snapshot").mkdir(parents=True)
+    assert store.quarantined() == []
+    store.quarantine(save(store, 5), CorruptCheckpointError("x", found="y"))
+    assert len(store.quarantined()) == 1
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_read_is_not_damaged(
+    open_store: OpenStore, store: Store, save: Save, run_directory: Path
+) -> None:
+    class Deleting(LocalFileSystem):
+        """Deletes the checkpoint at a call, as the run that owns the directory may."""
+
+        def __init__(self, call: int) -> None:
+            super().__init__()
+            self.left = call
+
+        def _reach(self) -> None:
+            self.left -= 1
+            if self.left == 0:
+                (run_directory / "step-00000005").rename(run_directory / ".staging" / "trash")
+                shutil.rmtree(run_directory / ".staging" / "trash" / "model")
+
+        def list(self, path: Path) -> list[Entry]:
+            self._reach()
+            entries = super().list(path)
+            self._reach()
+            # A listing is no snapshot: what is removed meanwhile is missing from it.
+            return entries if self.left > 0 else entries[1:]
+
+        def open(self, path: Path) -> ReadHandle:
+            self._reach()
+            return super().open(path)
+
+    for call in range(1, 100):
+        save(store, 5)
+        reading = Deleting(call)
+        with suppress(CheckpointNotFoundError):
+            open_store(file_system=reading).open_step(StepName(5)).verify()
+        if reading.left > 0:
+            break  # it has read everything
+        shutil.rmtree(run_directory / ".staging" / "trash")
+    assert call > 8
 
 
 def test_a_flipped_byte_in_any_file_is_named_with_both_digests(

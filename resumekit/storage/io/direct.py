@@ -83,6 +83,10 @@ class DirectIO:
         """Takes note of a file that was created or opened for reading."""
         self._files[descriptor] = _File(path, os.fstat(descriptor).st_dev)
 
+    def path_of(self, descriptor: int) -> Path:
+        """The path by which a file was opened."""
+        return self._files[descriptor].path
+
     def closing(self, descriptor: int) -> None:
         """Forgets a file; called before its descriptor is closed."""
         self._files.pop(descriptor, None)

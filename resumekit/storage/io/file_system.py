@@ -16,13 +16,14 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import functools
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from resumekit.errors import DirectoryError, ResumekitError, SaveError, UnreadableCheckpointError
 from resumekit.storage.io.direct import DirectIO
@@ -146,8 +147,31 @@ class FileSystem(Protocol):
         ...
 
 
+_TRANSIENT = (errno.EIO, errno.ESTALE)
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def _retried(read: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """A call that reads, made once more after an error that may be gone by then."""
+
+    @functools.wraps(read)
+    def attempt(*arguments: _Arguments.args, **options: _Arguments.kwargs) -> _Result:
+        try:
+            return read(*arguments, **options)
+        except OSError as error:
+            if error.errno not in _TRANSIENT:
+                raise
+        return read(*arguments, **options)
+
+    return attempt
+
+
 class LocalFileSystem:
-    """The operating system's calls; large aligned memory is transferred by direct I/O."""
+    """The operating system's calls; large aligned memory is transferred by direct I/O.
+
+    A read that fails with EIO or ESTALE is tried once more; a write never is.
+    """
 
     def __init__(self) -> None:
         self._sync_file_range = _find_sync_file_range()
@@ -222,6 +246,7 @@ class LocalFileSystem:
     def rmdir(self, path: Path) -> None:
         os.rmdir(path)
 
+    @_retried
     def list(self, path: Path) -> list[Entry]:
         entries = []
         with os.scandir(path) as found:
@@ -233,9 +258,11 @@ class LocalFileSystem:
                 entries.append(_entry(item.name, status))
         return sorted(entries, key=lambda entry: entry.name)
 
+    @_retried
     def entry(self, path: Path) -> Entry:
         return _entry(path.name, os.lstat(path))
 
+    @_retried
     def open(self, path: Path) -> ReadHandle:
         # O_NONBLOCK: opening a pipe must fail below, not wait for a writer.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -248,9 +275,25 @@ class LocalFileSystem:
         return ReadHandle(descriptor, status.st_size)
 
     def read_into(self, handle: ReadHandle, offset: int, buffer: memoryview) -> int:
-        num_bytes = self._direct.read(handle.number, offset, buffer)
+        try:
+            num_bytes = self._direct.read(handle.number, offset, buffer)
+        except OSError as error:
+            if error.errno not in _TRANSIENT:
+                raise
+            num_bytes = self._read_again(handle, offset, buffer)
         self._report(num_bytes)
         return num_bytes
+
+    def _read_again(self, handle: ReadHandle, offset: int, buffer: memoryview) -> int:
+        """One read through a descriptor of its own: a stale one stays stale."""
+        path = self._direct.path_of(handle.number)
+        again = self.open(path)
+        try:
+            if again.size != handle.size:
+                raise OSError(errno.ESTALE, "replaced by another file", str(path))
+            return os.preadv(again.number, [buffer], offset)
+        finally:
+            self.close(again)
 
     def advise_sequential(self, handle: ReadHandle) -> None:
         if hasattr(os, "posix_fadvise"):

@@ -130,7 +130,7 @@ def extra_files(run: Path, step: str) -> Iterator[Damage]:
     """A file that the manifest does not list, in every directory."""
     folders = sorted({str(Path(path).parent) for path in files_of(run, step)})
     for folder in folders:
-        extra = f"{folder}/surplus"
+        extra = f"{folder}/.nfs0001"
         yield Damage(f"{extra} is an extra file", extra, _put(extra, b"x"))
         yield Damage(f"{extra} is an extra directory", extra, _directory(extra))
         yield Damage(f"{extra} is an extra link", extra, _dangling(extra))
