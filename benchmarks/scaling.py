@@ -61,9 +61,9 @@ from workload import SavingRun, Training
 from resumekit.record.comparison import compared
 from resumekit.record.conditions import Header
 from resumekit.record.journal import JournalFile, Record, find_attempts, name_of
-from resumekit.storage.commit import RetentionPolicy
 from resumekit.storage.directories import StepName
 from resumekit.storage.manifest import Manifest
+from resumekit.storage.retention import RetentionPolicy
 from resumekit.storage.store import Store
 
 SUPERLINEAR = 1.2

@@ -18,8 +18,8 @@ from resumekit.capture.slots import OPTIMIZER_PARAMETERS
 from resumekit.distributed import AGREEMENT_TIMEOUT_SECONDS
 from resumekit.errors import ConfigurationError, did_you_mean
 from resumekit.state import Slot, StateComponent
-from resumekit.storage.commit import RetentionPolicy
 from resumekit.storage.directories import StepName
+from resumekit.storage.retention import RetentionPolicy
 
 Change = Literal["batch_size", "horizon", "world_size"]
 

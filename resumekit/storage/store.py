@@ -37,15 +37,7 @@ from resumekit.errors import (
     SharedDirectoryError,
 )
 from resumekit.log import logger
-from resumekit.storage.commit import (
-    Checkpoint,
-    RetentionPolicy,
-    Staging,
-    Trash,
-    check_space,
-    may_delete,
-    select_deletions,
-)
+from resumekit.storage.commit import Staging, Trash, check_space
 from resumekit.storage.directories import (
     LOCK,
     STAGING,
@@ -81,6 +73,7 @@ from resumekit.storage.ownership import (
     write_owner,
 )
 from resumekit.storage.quarantine import list_quarantined, quarantine_step
+from resumekit.storage.retention import Checkpoint, RetentionPolicy, may_delete, select_deletions
 
 
 class Store:

@@ -22,10 +22,10 @@ from resumekit.run.due_saves import RequestExchange, Requests
 from resumekit.run.saving.background import Work, add_work, drain
 from resumekit.run.saving.in_flight import Processes, ProcessId, SaveJob
 from resumekit.serialization.writing import Payload
-from resumekit.storage.commit import RetentionPolicy
 from resumekit.storage.directories import StepName
 from resumekit.storage.manifest import Manifest
 from resumekit.storage.parts import Part
+from resumekit.storage.retention import RetentionPolicy
 from resumekit.storage.store import Store
 
 STEP, NUMBER = StepName(5), 3

@@ -15,9 +15,9 @@ from resumekit.serialization import writing
 from resumekit.serialization.planning import Proposal, encode_local
 from resumekit.serialization.reading import StoredSource, read_payload, read_sharded
 from resumekit.serialization.writing import FrozenFiles, Payload
-from resumekit.storage.commit import RetentionPolicy
 from resumekit.storage.directories import StepName
 from resumekit.storage.files import BLOCK_BYTES
+from resumekit.storage.retention import RetentionPolicy
 
 WHOLE = torch.arange(42.0).view(7, 6)
 

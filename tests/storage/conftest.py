@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from resumekit.errors import SaveError
-from resumekit.storage.commit import RetentionPolicy
 from resumekit.storage.directories import StepName
 from resumekit.storage.files import FileEntry
 from resumekit.storage.io.file_system import FileSystem
 from resumekit.storage.manifest import ComponentRecord, Manifest
 from resumekit.storage.ownership import PosixLock
+from resumekit.storage.retention import RetentionPolicy
 from resumekit.storage.store import Store
 
 MakeManifest = Callable[..., Manifest]

@@ -7,8 +7,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from resumekit.errors import ConfigurationError
-from resumekit.storage.commit import Checkpoint, RetentionPolicy, may_delete, select_deletions
 from resumekit.storage.directories import StepName
+from resumekit.storage.retention import Checkpoint, RetentionPolicy, may_delete, select_deletions
 
 NAMES = st.builds(StepName, st.integers(0, 12).map(lambda n: n * 5), st.integers(0, 2))
 METRICS = st.none() | st.fixed_dictionaries(

@@ -15,10 +15,10 @@ import pytest
 from failpoints import FailpointFileSystem, parse_failpoints
 
 from resumekit.errors import DirectoryError, SaveError
-from resumekit.storage.commit import RetentionPolicy
 from resumekit.storage.directories import StepName
 from resumekit.storage.io import direct, pipeline
 from resumekit.storage.io.file_system import LocalFileSystem
+from resumekit.storage.retention import RetentionPolicy
 from resumekit.storage.store import Store
 
 OpenStore = Callable[..., Store]

@@ -27,11 +27,11 @@ from resumekit.errors import (
     UnreadableCheckpointError,
     UnsupportedValueError,
 )
-from resumekit.storage.commit import RetentionPolicy
 from resumekit.storage.directories import StepName, seal
 from resumekit.storage.files import FileEntry
 from resumekit.storage.io.file_system import Entry, Free, LocalFileSystem, ReadHandle
 from resumekit.storage.manifest import Manifest
+from resumekit.storage.retention import RetentionPolicy
 from resumekit.storage.store import Store
 
 OpenStore = Callable[..., Store]

@@ -27,11 +27,12 @@ from resumekit.progress_display import human_bytes
 from resumekit.run.saving.background import Work, add_work
 from resumekit.run.saving.snapshot import Snapshot
 from resumekit.serialization.writing import Payload
-from resumekit.storage.commit import RetentionPolicy, Staging
+from resumekit.storage.commit import Staging
 from resumekit.storage.files import FileEntry
 from resumekit.storage.io.pipeline import num_threads
 from resumekit.storage.manifest import Manifest
 from resumekit.storage.parts import Part
+from resumekit.storage.retention import RetentionPolicy
 from resumekit.storage.store import Store
 
 Payloads = Sequence[Payload]

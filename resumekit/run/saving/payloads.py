@@ -32,9 +32,10 @@ from resumekit.serialization.planning import (
 )
 from resumekit.serialization.writing import FrozenFiles, Payload
 from resumekit.state import SharingPattern, Slot, StateComponent
-from resumekit.storage.commit import RetentionPolicy, Staging
+from resumekit.storage.commit import Staging
 from resumekit.storage.directories import StepName
 from resumekit.storage.files import FileEntry
+from resumekit.storage.retention import RetentionPolicy
 
 # These have a folder of their own, readable by stock tools; the rest goes into one file a rank.
 _OWN_DIRECTORY = frozenset({Slot.MODEL.value, Slot.OPTIMIZER.value})

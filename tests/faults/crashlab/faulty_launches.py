@@ -18,9 +18,9 @@ from crashlab.jobs import Job, Wrap
 from crashlab.operations import FailedSync
 from crashlab.scenarios import Lab, earlier_launch, empty_disk
 from resumekit.errors import DirectoryError, ResumekitError, SaveError
-from resumekit.storage.commit import RetentionPolicy
 from resumekit.storage.directories import StepName
 from resumekit.storage.io.file_system import FileSystem
+from resumekit.storage.retention import RetentionPolicy
 
 
 def _launch(lab: Lab, *, keep_latest: int = 1) -> Job:

@@ -14,9 +14,10 @@ from crashlab.recording import RUN, Recording, RecordingFileSystem
 from resumekit.run.saving.payloads import FrozenLinks
 from resumekit.serialization.leaves import bytes_leaf
 from resumekit.serialization.writing import FrozenFiles
-from resumekit.storage.commit import RetentionPolicy, Staging
+from resumekit.storage.commit import Staging
 from resumekit.storage.directories import StepName
 from resumekit.storage.files import FileEntry
+from resumekit.storage.retention import RetentionPolicy
 from resumekit.storage.store import Store
 
 _NUM_BYTES = 5000

@@ -12,12 +12,13 @@ from failpoints import NoLock
 from crashlab.frozen_tensors import FrozenTensors
 from crashlab.recording import RUN, Recording, RecordingFileSystem
 from resumekit.errors import CheckpointError, CorruptCheckpointError, SaveError
-from resumekit.storage.commit import RetentionPolicy, Staging
+from resumekit.storage.commit import Staging
 from resumekit.storage.directories import StepName
 from resumekit.storage.files import FileEntry
 from resumekit.storage.io.file_system import FileSystem
 from resumekit.storage.manifest import Manifest
 from resumekit.storage.parts import Parts
+from resumekit.storage.retention import RetentionPolicy
 from resumekit.storage.store import Store
 
 CREATED = "2026-01-31T12:00:00+00:00"

@@ -15,12 +15,13 @@ from crashlab.jobs import Wrap
 from crashlab.recording import RUN
 from resumekit.run.saving.payloads import FrozenLinks
 from resumekit.serialization.writing import FrozenFiles
-from resumekit.storage.commit import Checkpoint, RetentionPolicy, Staging, select_deletions
+from resumekit.storage.commit import Staging
 from resumekit.storage.directories import StepName
 from resumekit.storage.files import FileEntry
 from resumekit.storage.io.file_system import Entry, FileSystem, ReadHandle
 from resumekit.storage.manifest import Manifest, StepReader
 from resumekit.storage.parts import Part, Parts
+from resumekit.storage.retention import Checkpoint, RetentionPolicy, select_deletions
 from resumekit.storage.store import Store
 
 _STAGED = re.compile(r"step-\d+(-r\d+)?-[0-9a-f]{32}-[0-9a-f]{12}")

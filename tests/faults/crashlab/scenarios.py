@@ -27,9 +27,9 @@ from crashlab.recording import RUN, Recording
 from resumekit.errors import SaveError
 from resumekit.run.saving.payloads import FrozenLinks
 from resumekit.serialization.writing import FrozenFiles
-from resumekit.storage.commit import RetentionPolicy
 from resumekit.storage.directories import StepName
 from resumekit.storage.parts import Parts
+from resumekit.storage.retention import RetentionPolicy
 from resumekit.storage.store import Store
 
 
