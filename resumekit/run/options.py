@@ -58,6 +58,7 @@ class OptionKeywords(TypedDict, total=False):
     loop_variables: Literal["restore", "report", "off"]
     on_divergence: Literal["warn", "raise"]
     record_command: bool
+    lock: Literal["posix", "none"]
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,8 @@ class Options:
             recorded: ``"warn"``, or ``"raise"`` to end the run with ``DivergenceError``.
         record_command: whether the manifest holds the command line; values of options that look
             like secrets are replaced by ``***``.
+        lock: ``"posix"`` keeps a second job out of the run directory by a record lock; ``"none"``
+            is for file systems without such locks. See docs/format.md.
     """
 
     save_every: int | str | None = "auto"
@@ -150,6 +153,7 @@ class Options:
     loop_variables: Literal["restore", "report", "off"] = "restore"
     on_divergence: Literal["warn", "raise"] = "warn"
     record_command: bool = True
+    lock: Literal["posix", "none"] = "posix"
 
     @property
     def saves_gradients(self) -> bool:

@@ -73,7 +73,7 @@ def find(run: RunState, *, up_to: Callable[[str], int | None] | None = None) -> 
     """
     if run.phase is None:
         run.world.require_equal("options", run.options.as_plain())
-        store = open_store(run.directory, run.world)
+        store = open_store(run.directory, run.world, run.options)
         try:
             run.phase = searched = _search(run, store, up_to)
         except BaseException:

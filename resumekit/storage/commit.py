@@ -12,6 +12,9 @@ cut leaves the rename undone, or done over complete content:
 
 What is synced within one step has no order, and is synced at the same time.
 
+Where a rename is not atomic, a checkpoint is written and deleted in place, see ``committed.py``:
+the manifest is written last, in place of the rename, and removed first.
+
 A deleted checkpoint is renamed into ``.staging`` at once. Its bytes go later, and only when the
 rename is durable: otherwise a power cut could restore the name of half a checkpoint. Before that it
 restores a whole one, so only the removal of the bytes waits for the sync. Where the sync failed,
@@ -34,6 +37,13 @@ from resumekit.errors import (
     SharedDirectoryError,
 )
 from resumekit.log import logger
+from resumekit.storage.committed import (
+    is_complete,
+    list_marked,
+    mark,
+    remove_marked,
+    unmark,
+)
 from resumekit.storage.directories import (
     LATEST,
     MANIFEST,
@@ -66,7 +76,8 @@ class Staging:
     Args:
         file_system: the file system.
         directory: the run directory.
-        name: of the directory in ``.staging``; other ranks attach by it.
+        name: of the directory in ``.staging``, or of the step directory where the checkpoint is
+            written in place; other ranks attach by it.
         step: its name after the commit.
         directories: its sub-directories, parents first.
         with_parts: whether the ranks report by part files.
@@ -85,7 +96,8 @@ class Staging:
         self._file_system = file_system
         self._directory = directory
         self.name = name
-        self.path = directory / STAGING / name
+        self._is_in_place = name == str(step)
+        self.path = directory / name if self._is_in_place else directory / STAGING / name
         self.step = step
         self.directories = tuple(directories)
         self._with_parts = with_parts
@@ -101,11 +113,12 @@ class Staging:
         attempt: str,
         directories: Sequence[str],
         with_parts: bool = False,
+        is_in_place: bool = False,
     ) -> Staging:
         """A staging directory with a unique name; not created yet."""
         for path in directories:
             _check_path(path, "a directory like 'state'")
-        name = f"{step}-{attempt}-{uuid.uuid4().hex[:12]}"
+        name = str(step) if is_in_place else f"{step}-{attempt}-{uuid.uuid4().hex[:12]}"
         wanted = directories_of(f"{path}/file" for path in directories)
         return cls(
             *(file_system, directory, name),
@@ -123,7 +136,7 @@ class Staging:
             SharedDirectoryError: this rank cannot see it.
         """
         match = _NAME.fullmatch(name)
-        step = StepName.parse(match[1]) if match else None
+        step = StepName.parse(match[1] if match else name)
         if step is None:
             raise ConfigurationError(repr(name), found="not the name of a staging directory")
         staging = cls(file_system, directory, name, step=step)
@@ -141,6 +154,9 @@ class Staging:
         Raises:
             SaveError: names the one that could not be created.
         """
+        if self._is_in_place:
+            with save_errors(self.path):
+                mark(self._file_system, self._directory, self.step)
         parts = [PARTS] if self._with_parts else []
         for name in ("", *self.directories, *parts):
             with save_errors(self.path / name):
@@ -171,6 +187,17 @@ class Staging:
     def discard(self) -> None:
         """Closes the files that were finished, and not synced because of an error."""
         self._unsynced.discard()
+
+    def remove(self) -> None:
+        """Removes it with its files.
+
+        Raises:
+            OSError: as the failing call said; the next ``Trash.sweep`` removes the rest.
+        """
+        if self._is_in_place:
+            remove_marked(self._file_system, self._directory, self.step)
+        else:
+            remove_tree(self._file_system, self.path)
 
     def _new_file(self, path: str, *, writer: int) -> FileWriter:
         return FileWriter(
@@ -247,11 +274,24 @@ class Staging:
             SaveError: names the path and the cause. If only the last sync failed, the step
                 directory exists and is complete, but may not survive a power cut.
         """
-        file_system, directory = self._file_system, self._directory
         self._check_identity(manifest, owner)
-        self._prepare(manifest)
-        with save_errors(directory):
-            check_owner(file_system, directory, owner)
+        data = manifest.to_bytes()
+        used = self._without_leftovers(manifest)
+        if self._is_in_place:
+            self._commit_by_manifest(data, manifest, owner, used)
+        else:
+            self._commit_by_rename(data, manifest, owner, used)
+        self._point_latest()
+        return self._directory / str(self.step)
+
+    def _commit_by_rename(
+        self, data: bytes, manifest: Manifest, owner: Owner, used: Sequence[Path]
+    ) -> None:
+        file_system, directory = self._file_system, self._directory
+        written = self._write_manifest(data)
+        self._check_files((*manifest.files, written))
+        self._unsynced.sync([*used, self.path])
+        self._check_owner(owner)
         target = directory / str(self.step)
         with save_errors(target):
             if is_taken(file_system, target):
@@ -259,8 +299,21 @@ class Staging:
             file_system.rename(self.path, target)
         # The removal of the old name must be durable too: the next save cleans staging.
         self._unsynced.sync([directory, directory / STAGING])
-        self._point_latest()
-        return target
+
+    def _commit_by_manifest(
+        self, data: bytes, manifest: Manifest, owner: Owner, used: Sequence[Path]
+    ) -> None:
+        self._check_files(manifest.files)
+        self._unsynced.sync([*used, self._directory])
+        self._check_owner(owner)
+        self._write_manifest(data)
+        self._unsynced.sync([self.path])
+        with suppress(OSError):  # the mark says nothing of a complete checkpoint
+            unmark(self._file_system, self._directory, self.step)
+
+    def _check_owner(self, owner: Owner) -> None:
+        with save_errors(self._directory):
+            check_owner(self._file_system, self._directory, owner)
 
     def _check_identity(self, manifest: Manifest, owner: Owner) -> None:
         found = (manifest.run_id, manifest.attempt, manifest.name)
@@ -272,8 +325,8 @@ class Staging:
                 expected="run {}, attempt {}, {}".format(*expected),
             )
 
-    def _prepare(self, manifest: Manifest) -> None:
-        """Completes the staging directory and makes it durable."""
+    def _without_leftovers(self, manifest: Manifest) -> list[Path]:
+        """Removes part files and unused directories; the paths of the others, children first."""
         if self._with_parts:
             with save_errors(self.path / PARTS):
                 remove_tree(self._file_system, self.path / PARTS)
@@ -281,16 +334,20 @@ class Staging:
         for part in reversed([part for part in self.directories if part not in used]):
             with save_errors(self.path / part):
                 self._file_system.rmdir(self.path / part)
-        data = manifest.to_bytes()
+        return [self.path / part for part in reversed(used)]
+
+    def _write_manifest(self, data: bytes) -> FileEntry:
         with self._new_file(MANIFEST, writer=0) as writer:
             writer.write([memoryview(data)])
-            written = writer.finish()
-        sizes = {entry.path: entry.size for entry in (*manifest.files, written)}
+            return writer.finish()
+
+    def _check_files(self, files: Sequence[FileEntry]) -> None:
+        """Raises SaveError unless exactly these files are there, in full size."""
         with save_errors(self.path):
+            sizes = {entry.path: entry.size for entry in files}
             difference = next(find_differences(self._file_system, self.path, sizes), None)
         if difference is not None:
             raise SaveError(str(self.path / difference.path), found=difference.problem)
-        self._unsynced.sync([*(self.path / part for part in reversed(used)), self.path])
 
     def _point_latest(self) -> None:
         """Names the newest step for people. Not synced, and may fail: nothing reads it."""
@@ -349,11 +406,15 @@ class Trash:
     Args:
         file_system: the file system.
         directory: the run directory.
+        is_in_place: whether a rename is not atomic there.
     """
 
-    def __init__(self, file_system: FileSystem, directory: Path) -> None:
+    def __init__(
+        self, file_system: FileSystem, directory: Path, *, is_in_place: bool = False
+    ) -> None:
         self._file_system = file_system
         self._directory = directory
+        self._is_in_place = is_in_place
         self._taken: list[Path] = []  # renamed, and not synced yet
         self._removable: list[Path] = []  # renamed durably
         self._unsure: set[str] = set()  # names in staging whose sync has failed
@@ -365,10 +426,18 @@ class Trash:
             SaveError: names the path and the cause. Every checkpoint is whole or gone.
         """
         for name in names:
-            target = self._directory / STAGING / f"trash-{name}-{uuid.uuid4().hex[:12]}"
             with save_errors(self._directory / str(name)):
-                self._file_system.rename(self._directory / str(name), target)
-            self._taken.append(target)
+                self._taken.append(self._withdraw(name))
+
+    def _withdraw(self, name: StepName) -> Path:
+        path = self._directory / str(name)
+        if self._is_in_place:
+            mark(self._file_system, self._directory, name)
+            self._file_system.unlink(path / MANIFEST)
+            return path
+        target = self._directory / STAGING / f"trash-{name}-{uuid.uuid4().hex[:12]}"
+        self._file_system.rename(path, target)
+        return target
 
     def sync(self) -> None:
         """Makes the renames durable. Before any other sync of the run directory, which may fail.
@@ -394,18 +463,19 @@ class Trash:
             path = self._removable.pop(0)
             try:
                 with save_errors(path):
-                    remove_tree(self._file_system, path)
+                    self._remove_tree(path)
             except OSError as error:
                 failure = failure or error
         if failure is not None:
             raise failure
 
     def sweep(self, keep: Set[str]) -> None:
-        """Removes everything from staging, as far as it goes.
+        """Removes everything from staging, and what is incomplete, as far as it goes.
 
         Args:
             keep: names in staging that are in use.
         """
+        self._sweep_marked(keep)
         staging = self._directory / STAGING
         durable = {path.name for path in self._removable}
         self._removable.clear()
@@ -420,6 +490,14 @@ class Trash:
                 with suppress(OSError):
                     self._remove(staging / item.name, item.kind)
 
+    def _sweep_marked(self, keep: Set[str]) -> None:
+        file_system, directory = self._file_system, self._directory
+        with suppress(OSError):
+            for name in list_marked(file_system, directory):
+                if str(name) not in keep and not is_complete(file_system, directory, name):
+                    with suppress(OSError):
+                        remove_marked(file_system, directory, name)
+
     def _is_synced(self, names: Set[str]) -> bool:
         # A checkpoint that was renamed away must be gone for good before its files go.
         try:
@@ -427,6 +505,13 @@ class Trash:
         except OSError:
             return False
         return True
+
+    def _remove_tree(self, path: Path) -> None:
+        name = StepName.parse(path.name)
+        if name is None:
+            remove_tree(self._file_system, path)
+        else:
+            remove_marked(self._file_system, self._directory, name)
 
     def _remove(self, path: Path, kind: Kind) -> None:
         if kind == "directory":

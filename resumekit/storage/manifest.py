@@ -446,17 +446,6 @@ def forked_details(manifest: Manifest, origin: ForkOrigin) -> dict[str, Any]:
 # ---------------------------------------------------------------- committed step directories
 
 
-def list_steps(file_system: FileSystem, directory: Path) -> list[StepName]:
-    """The names of all step directories, newest first; their content is not checked.
-
-    Raises:
-        OSError: the run directory could not be listed.
-    """
-    parsed = [StepName.parse(entry.name) for entry in file_system.list(directory)]
-    names = [name for name in parsed if name is not None]
-    return sorted(names, key=lambda name: (name.step, name.revision), reverse=True)
-
-
 def read_manifest(file_system: FileSystem, directory: Path, name: StepName) -> Manifest:
     """The verified manifest of a step directory.
 

@@ -40,6 +40,7 @@ from resumekit.errors import (
     OwnershipLostError,
     UnreadableCheckpointError,
 )
+from resumekit.storage.committed import list_steps
 from resumekit.storage.directories import (
     LATEST,
     LOCK,
@@ -55,7 +56,7 @@ from resumekit.storage.directories import (
     write_small,
 )
 from resumekit.storage.io.file_system import FileSystem
-from resumekit.storage.manifest import HEX, check_fields, count, list_steps, read_manifest, text
+from resumekit.storage.manifest import HEX, check_fields, count, read_manifest, text
 
 
 class OneThread(AbstractContextManager[None]):
@@ -108,6 +109,16 @@ class DirectoryLock(Protocol):
 # the process. The pid keeps a forked child from appearing as the owner. Only setdefault and pop,
 # which are atomic, change it.
 _locked: dict[tuple[int, int, int], object] = {}
+
+
+class NoLock:
+    """Excludes no other job; the owner record alone keeps the older one from committing."""
+
+    def acquire(self, path: Path) -> bool:
+        return True
+
+    def release(self) -> None:
+        pass
 
 
 class PosixLock:

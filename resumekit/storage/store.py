@@ -38,6 +38,7 @@ from resumekit.errors import (
 )
 from resumekit.log import logger
 from resumekit.storage.commit import Staging, Trash, check_space
+from resumekit.storage.committed import list_steps
 from resumekit.storage.directories import (
     LOCK,
     STAGING,
@@ -45,7 +46,6 @@ from resumekit.storage.directories import (
     has_directory,
     make_durable,
     name_few,
-    remove_tree,
 )
 from resumekit.storage.io.file_system import (
     FileSystem,
@@ -58,7 +58,6 @@ from resumekit.storage.io.file_system import (
 from resumekit.storage.manifest import (
     Manifest,
     StepReader,
-    list_steps,
 )
 from resumekit.storage.ownership import (
     POLL_SECONDS,
@@ -104,6 +103,7 @@ class Store:
         self._record: Owner | None = None  # of the attempt that this rank is part of
         self._owner: Owner | None = None  # the same, while this rank owns the directory
         self._in_flight: set[str] = set()
+        self._is_in_place = False
         self._trash = Trash(self._file_system, self.directory)
         self._pins: Counter[StepName] = Counter()
         self._one_thread = OneThread(self.directory)
@@ -152,7 +152,10 @@ class Store:
         write_owner(self._file_system, self.directory, owner)
         self._owner = self._record = owner
         self._in_flight, self._verified, self._committed = set(), {}, None
-        self._trash = Trash(self._file_system, self.directory)
+        self._is_in_place = not self._file_system.has_atomic_rename(self.directory)
+        if self._is_in_place:
+            logger.info("%s is on FUSE: a checkpoint counts once it has a manifest", self.directory)
+        self._trash = Trash(self._file_system, self.directory, is_in_place=self._is_in_place)
         self._trash.sweep(frozenset())
 
     def _in_use(self) -> DirectoryInUseError:
@@ -228,7 +231,7 @@ class Store:
     # What is in it
 
     def step_names(self) -> list[StepName]:
-        """The names of all step directories, newest first; they are not looked into.
+        """The names of all committed step directories, newest first; content is not checked.
 
         Raises:
             DirectoryError: the run directory cannot be listed.
@@ -338,6 +341,7 @@ class Store:
                 attempt=owner.attempt,
                 directories=directories,
                 with_parts=with_parts,
+                is_in_place=self._is_in_place,
             )
             self._in_flight.add(staging.name)
             try:
@@ -390,7 +394,7 @@ class Store:
         self._in_flight.discard(staging.name)
         staging.discard()
         with suppress(OSError):
-            remove_tree(self._file_system, staging.path)
+            staging.remove()
 
     # How old checkpoints go
 

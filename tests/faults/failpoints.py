@@ -188,6 +188,9 @@ class FailpointFileSystem:
         self._reach("free", path)
         return self._inner.free(path)
 
+    def has_atomic_rename(self, path: Path) -> bool:
+        return self._inner.has_atomic_rename(path)
+
     def _reach(self, call: str, path: Path | None = None) -> None:
         _act(self._next_point(call, path), path)
 
@@ -202,17 +205,6 @@ class FailpointFileSystem:
                     sys.stderr.flush()
                 return point
         return None
-
-
-class NoLock:
-    """Excludes no other job: for file systems in memory, and for two owners in one process."""
-
-    def acquire(self, path: Path) -> bool:
-        """Always true."""
-        return True
-
-    def release(self) -> None:
-        """Does nothing."""
 
 
 def failing(text: str) -> Callable[[], FailpointFileSystem]:

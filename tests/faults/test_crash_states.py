@@ -53,6 +53,21 @@ def test_no_crash_state_of_any_scenario_breaks_a_promise(
     assert findings.num_states >= num_expected
 
 
+@pytest.mark.parametrize("limit", [pytest.param(24, marks=pytest.mark.full), 3])
+def test_no_crash_state_of_a_save_in_place_breaks_a_promise(
+    limit: int, record_property: RecordProperty
+) -> None:
+    findings = Findings()
+    for world_size, most in ((1, limit), (2, max(2, limit // 3))):
+        for name, scenario in SCENARIOS.items():
+            if world_size == 1 or name not in WITH_LINKS:
+                job = scenario(Lab(world_size=world_size, is_in_place=True))
+                explore(job, limit=most, renames=Renames.ATOMIC, findings=findings)
+    record_property("unique crash states of saves in place", findings.num_states)
+    assert not findings.violations, "\n".join(findings.violations[:5])
+    assert findings.num_states > 3_000
+
+
 @pytest.mark.parametrize("num_recoveries", [pytest.param(6, marks=pytest.mark.full), 2])
 def test_a_crash_during_the_recovery_from_a_crash_breaks_no_promise(
     num_recoveries: int, record_property: RecordProperty

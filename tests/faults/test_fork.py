@@ -9,7 +9,6 @@ from itertools import repeat
 from pathlib import Path
 
 import pytest
-from failpoints import NoLock
 
 from crashlab.crashes import CrashModel, Renames
 from crashlab.disk import Disk
@@ -21,6 +20,7 @@ from resumekit.errors import ResumekitError, SaveError
 from resumekit.fork import fork_checkpoint
 from resumekit.storage.directories import StepName
 from resumekit.storage.io.file_system import FileSystem
+from resumekit.storage.ownership import NoLock
 from resumekit.storage.store import Store
 
 FORK = Path("/data/runs/b")

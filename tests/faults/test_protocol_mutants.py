@@ -6,6 +6,7 @@ A mutant is never a change of product code, see ``crashlab.mutants``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -38,6 +39,7 @@ from crashlab.mutants import (
     RetainsTwoBeforeCommit,
     RetriesAFailedSync,
     SyncLabels,
+    WithoutMarks,
     WritesInPlace,
     dropping,
 )
@@ -50,26 +52,31 @@ from resumekit.storage.store import Store
 pytestmark = pytest.mark.full  # minutes
 
 # Syncs that no promise about checkpoints rests on.
+REASON = "fsync quarantine/step-N.reason.json"
 HARMLESS = {
-    "fsync quarantine/step-N.reason.json": "it is for people; nothing reads it",
+    REASON: "it is for people; nothing reads it",
     "fsync_dir the run directory after rename to quarantine/step-N": (
         "the damaged directory may come back under its old name; it is found and put aside again"
     ),
 }
 
 
-def _syncs() -> dict[str, list[str]]:
+IN_PLACE = Lab(is_in_place=True)
+
+
+def _syncs(lab: Lab) -> dict[str, list[str]]:
     """Every sync that the protocol makes, with the scenarios that make it."""
     found: dict[str, list[str]] = {}
     for name, scenario in SCENARIOS.items():
         labels: set[str] = set()
-        scenario(Lab(wrap=partial(SyncLabels, labels=labels)))
+        scenario(replace(lab, wrap=partial(SyncLabels, labels=labels)))
         for label in labels:
             found.setdefault(label, []).append(name)
     return found
 
 
-SYNCS = _syncs()
+SYNCS = _syncs(Lab())
+SYNCS_IN_PLACE = _syncs(IN_PLACE)
 
 
 def _first_violation(lab: Lab, scenarios: list[str], *, limit: int = 16) -> str | None:
@@ -89,6 +96,20 @@ def test_leaving_out_a_sync_is_caught(
     violation = _first_violation(Lab(wrap=dropping(label)), SYNCS[label])
     assert violation is not None
     record_property(f"caught, without {label}", violation.splitlines()[0])
+
+
+@pytest.mark.parametrize("label", sorted(set(SYNCS_IN_PLACE) - {REASON}))
+def test_leaving_out_a_sync_of_a_save_in_place_is_caught(
+    label: str, record_property: Callable[[str, object], None]
+) -> None:
+    lab = replace(IN_PLACE, wrap=dropping(label))
+    violation = _first_violation(lab, SYNCS_IN_PLACE[label], limit=8)
+    assert violation is not None
+    record_property(f"caught in place, without {label}", violation.splitlines()[0])
+
+
+def test_a_save_in_place_without_its_mark_is_caught() -> None:
+    assert _first_violation(replace(IN_PLACE, wrap=WithoutMarks), ["first_save"], limit=8)
 
 
 def test_the_harmless_syncs_are_still_made() -> None:

@@ -215,13 +215,14 @@ BUDGET: dict[str, int] = {
     "cadence": 110,
     "state": 350,
     "distributed": 230,
-    "storage": 2_740,  # 70: unlisted files, deletion by a live run, reads that are retried
+    # 70: unlisted files, deletion by a live run, reads that are retried; 115: commits in place
+    "storage": 2_855,
     "serialization": 2_970,
     "live": 1_080,
     "capture": 6_610,  # 10: what a variable and a dataset share
     "data": 4_210,  # 20: what workers have copies of; 95: what batches were fetched from ahead
     "record": 1_440,
-    "run": 6_030,  # 70: runs inside each other, failed saves, reports, the module of signals
+    "run": 6_040,  # 70: runs inside each other, failed saves, reports, the module of signals
     "checkpointer": 160,
     "export": 110,
     "diff": 590,
@@ -389,7 +390,7 @@ def _framework_of(adapter: str) -> str:
 def test_there_are_modules_to_read() -> None:
     assert len(CORE_MODULES) > 20
     assert len(ADAPTER_MODULES) > 5
-    assert "resumekit/storage/io/direct.py" in {module.path for module in CORE_MODULES}
+    assert "resumekit/storage/io/file_system.py" in {module.path for module in CORE_MODULES}
 
 
 def test_modules_and_packages_stay_small() -> None:
@@ -576,7 +577,7 @@ def test_the_reader_knows_packages_modules_and_the_names_inside() -> None:
         "resumekit.errors",
     )
     assert own_imports(ast.parse(source)) == set(names)
-    paths = ("resumekit/__init__.py", "resumekit/errors.py", "resumekit/storage/io/direct.py")
+    paths = ("resumekit/__init__.py", "resumekit/errors.py", "resumekit/storage/io/file_system.py")
     assert [package_of(path) for path in paths] == ["resumekit", "errors", "storage"]
     assert package_of("adapters/torch.py") == "adapters"
     adapters = ("adapters/x.py", "adapters/_x_part.py", "adapters/x/part.py")

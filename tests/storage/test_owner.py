@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from failpoints import FailpointFileSystem, NoLock, parse_failpoints
+from failpoints import FailpointFileSystem, parse_failpoints
 
 from resumekit.errors import (
     CheckpointError,
@@ -24,7 +24,7 @@ from resumekit.errors import (
 )
 from resumekit.storage.directories import StepName
 from resumekit.storage.io.file_system import LocalFileSystem
-from resumekit.storage.ownership import Owner, PosixLock
+from resumekit.storage.ownership import NoLock, Owner, PosixLock
 from resumekit.storage.store import Store
 
 OpenStore = Callable[..., Store]

@@ -55,6 +55,7 @@ from resumekit.state import (
 )
 from resumekit.storage.directories import StepName
 from resumekit.storage.manifest import ComponentRecord, Manifest, StepReader
+from resumekit.storage.ownership import NoLock
 from resumekit.storage.store import Store
 
 
@@ -255,13 +256,13 @@ def _listed(names: Iterable[str]) -> str:
 # ---------------------------------------------------------------- the search
 
 
-def open_store(directory: Path, world: World) -> Store:
+def open_store(directory: Path, world: World, options: Options) -> Store:
     """The run directory, owned by rank 0. Collective.
 
     Raises:
         DirectoryError: it cannot be used, or another live job owns it; or a rank sees another one.
     """
-    store = Store(directory)
+    store = Store(directory, lock=NoLock() if options.lock == "none" else None)
     drain()  # an abandoned run of this process owns its directory until its save is done
 
     def acquire() -> tuple[str, str]:

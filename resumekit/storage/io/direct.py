@@ -36,11 +36,13 @@ MIN_DIRECT_BYTES = 1 << 20  # below it, a write into the page cache returns soon
 _JUDGED_BYTES = 64 << 20  # read the same way; to ask for each block costs a tenth of a fast disk
 _MAX_BUFFERS = 1024  # IOV_MAX of Linux; longer lists are refused by writev
 
+FUSE = 0x65735546
+
 # linux/magic.h: memory, and servers to which each direct request would be a round trip.
 _ALWAYS_BUFFERED = {
     0x01021994: "tmpfs",
     0x858458F6: "ramfs",
-    0x65735546: "FUSE",
+    FUSE: "FUSE",
     0x6969: "NFS",
     0xFF534D42: "CIFS",
     0xFE534D42: "SMB",
@@ -178,7 +180,7 @@ class DirectIO:
 
     def _is_supported(self, file: _File) -> bool:
         if file.device not in self._supported:
-            kind = _ALWAYS_BUFFERED.get(_type_of_file_system(file.path))
+            kind = _ALWAYS_BUFFERED.get(type_of_file_system(file.path))
             if not _O_DIRECT:
                 self._decide(file, False, describe="is on a system without O_DIRECT")
             elif kind is not None:
@@ -219,7 +221,7 @@ def _is_cached(descriptor: int, offset: int, num_bytes: int) -> bool:
     return not failed and 2 * bytes(pages).count(1) >= len(pages)
 
 
-def _type_of_file_system(path: Path) -> int:
+def type_of_file_system(path: Path) -> int:
     """``f_type`` of statfs(2); 0 where there is none."""
     if not sys.platform.startswith("linux"):
         return 0

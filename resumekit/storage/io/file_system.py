@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Literal, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from resumekit.errors import DirectoryError, ResumekitError, SaveError, UnreadableCheckpointError
-from resumekit.storage.io.direct import DirectIO
+from resumekit.storage.io.direct import FUSE, DirectIO, type_of_file_system
 
 Kind = Literal["file", "directory", "other"]
 
@@ -144,6 +144,10 @@ class FileSystem(Protocol):
 
     def free(self, path: Path) -> Free:
         """The room left on the file system that holds this directory."""
+        ...
+
+    def has_atomic_rename(self, path: Path) -> bool:
+        """Whether a directory is renamed as a whole on the file system that holds this one."""
         ...
 
 
@@ -305,6 +309,10 @@ class LocalFileSystem:
         num_inodes = status.f_favail if status.f_files else None
         return Free(status.f_bavail * status.f_frsize, num_inodes)
 
+    def has_atomic_rename(self, path: Path) -> bool:
+        # Mounted object stores are FUSE; most of them copy and delete one file after the other.
+        return type_of_file_system(path) != FUSE
+
 
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h: begin write-out of dirty pages, do not wait for it
 
@@ -366,9 +374,13 @@ def read_fully(file_system: FileSystem, handle: ReadHandle, offset: int, buffer:
 MAKE_ROOM = "Free space first; then a lower keep_latest keeps it free"
 _REMEDIES = {
     SaveError: dict.fromkeys((errno.ENOSPC, errno.EDQUOT), MAKE_ROOM),
-    DirectoryError: dict.fromkeys(
-        (errno.EACCES, errno.EPERM, errno.EROFS), "Choose a directory that this job may write to"
-    ),
+    DirectoryError: {
+        **dict.fromkeys(
+            (errno.EACCES, errno.EPERM, errno.EROFS),
+            "Choose a directory that this job may write to",
+        ),
+        errno.ENOLCK: 'If no other job ever uses it, pass lock="none"',
+    },
 }
 
 

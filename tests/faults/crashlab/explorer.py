@@ -111,7 +111,8 @@ def violations(
     yield from _about_copies(promise, again.recording.disk)
     if renames is Renames.ATOMIC:
         yield from _about_parts(promise, broken)
-    promised = promise.aside if renames is Renames.SPLIT else promise.damaged
+    is_atomic = renames is not Renames.SPLIT and not job.is_in_place
+    promised = promise.damaged if is_atomic else promise.aside
     yield from _about_damaged(promised, again.stores[0])
     if promise.run_id not in (None, again.stores[0].run_id):
         yield "the run continues under another id"
@@ -121,7 +122,7 @@ def violations(
 
 def relaunch(job: Job, promise: Promise, state: CrashState) -> Job:
     """The same command on what the crash has left."""
-    again = Job(Recording.on(state.disk), job.world_size, job.policy)
+    again = Job(Recording.on(state.disk), job.world_size, job.policy, is_in_place=job.is_in_place)
     again.continues(job, promise)
     return again
 

@@ -7,8 +7,6 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from failpoints import NoLock
-
 from crashlab.disk import Disk
 from crashlab.recording import RUN, Recording, RecordingFileSystem
 from resumekit.run.saving.payloads import FrozenLinks
@@ -17,6 +15,7 @@ from resumekit.serialization.writing import FrozenFiles
 from resumekit.storage.commit import Staging
 from resumekit.storage.directories import StepName
 from resumekit.storage.files import FileEntry
+from resumekit.storage.ownership import NoLock
 from resumekit.storage.retention import RetentionPolicy
 from resumekit.storage.store import Store
 

@@ -68,6 +68,9 @@ class Passing:
     def free(self, path: Path) -> Free:
         return self._inner.free(path)
 
+    def has_atomic_rename(self, path: Path) -> bool:
+        return self._inner.has_atomic_rename(path)
+
 
 class RefusesLinks(Passing):
     """A file system on which links fail.
@@ -86,6 +89,27 @@ class RefusesLinks(Passing):
         if cause is not None:
             raise OSError(cause, os.strerror(cause))
         super().link(source, target)
+
+
+class CopiesOnRename(Passing):
+    """A file system that renames a directory by a copy, one file after the other."""
+
+    def has_atomic_rename(self, path: Path) -> bool:
+        del path
+        return False
+
+    def rename(self, source: Path, target: Path) -> None:
+        if self.entry(source).kind != "directory":
+            super().rename(source, target)
+            return
+        self.mkdir(target)
+        for entry in self.list(source):
+            if entry.kind == "directory":
+                self.rename(source / entry.name, target / entry.name)
+            else:
+                self.link(source / entry.name, target / entry.name)
+                self.unlink(source / entry.name)
+        self.rmdir(source)
 
 
 class BeforeEveryChange(Passing):

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from failpoints import NoLock
-
 from crashlab.frozen_tensors import FrozenTensors
+from crashlab.interruptions import CopiesOnRename
 from crashlab.recording import RUN, Recording, RecordingFileSystem
 from resumekit.errors import CheckpointError, CorruptCheckpointError, SaveError
 from resumekit.storage.commit import Staging
@@ -17,6 +16,7 @@ from resumekit.storage.directories import StepName
 from resumekit.storage.files import FileEntry
 from resumekit.storage.io.file_system import FileSystem
 from resumekit.storage.manifest import Manifest
+from resumekit.storage.ownership import NoLock
 from resumekit.storage.parts import Parts
 from resumekit.storage.retention import RetentionPolicy
 from resumekit.storage.store import Store
@@ -108,6 +108,7 @@ class Job:
         parts_class: what rank 0 takes parts from; the mutant, if it is that.
         barriers: whether ranks wait for each other before the commit.
         frozen: the frozen tensors of the model, if there are any.
+        is_in_place: whether the disk renames a directory one file after the other.
     """
 
     recording: Recording
@@ -118,18 +119,19 @@ class Job:
     parts_class: type[Parts] = Parts
     barriers: bool = True
     frozen: FrozenTensors | None = None
+    is_in_place: bool = False
     promises: list[Promise] = field(default_factory=lambda: [Promise()])
     attempted: dict[StepName, Content] = field(default_factory=dict)
     num_background_saves: int = 0
 
     def __post_init__(self) -> None:
+        disks: list[FileSystem] = [
+            RecordingFileSystem(self.recording, rank) for rank in range(self.world_size)
+        ]
+        if self.is_in_place:
+            disks = [CopiesOnRename(disk) for disk in disks]
         self.stores = [
-            self.store_class(
-                RUN,
-                file_system=self.wrap(RecordingFileSystem(self.recording, rank)),
-                lock=NoLock(),
-            )
-            for rank in range(self.world_size)
+            self.store_class(RUN, file_system=self.wrap(disk), lock=NoLock()) for disk in disks
         ]
         self._metrics: dict[StepName, float] = {}
         self._pinned: set[StepName] = set()

@@ -83,6 +83,20 @@ def described(path: Path) -> str:
     return _RANK.sub("rank-N", _STEP.sub("step-N", text))
 
 
+class WithoutMarks(Passing):
+    """The mark of a save in place has a name that nothing looks for."""
+
+    def create(self, path: Path) -> int:
+        return super().create(_unmarked(path))
+
+    def unlink(self, path: Path) -> None:
+        super().unlink(_unmarked(path))
+
+
+def _unmarked(path: Path) -> Path:
+    return path.with_suffix(".other") if path.suffix == ".incomplete" else path
+
+
 class RenamesBeforeFsync(Passing):
     """Commits first and syncs the files, the manifest and the directories afterwards."""
 

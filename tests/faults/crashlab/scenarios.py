@@ -42,6 +42,7 @@ class Lab:
     store_class: type[Store] = Store
     parts_class: type[Parts] = Parts
     barriers: bool = True
+    is_in_place: bool = False
     links_class: type[FrozenLinks] = FrozenLinks
     files_class: type[FrozenFiles] = FrozenFiles
 
@@ -63,6 +64,7 @@ class Lab:
             store_class=self.store_class,
             parts_class=self.parts_class,
             barriers=self.barriers,
+            is_in_place=self.is_in_place,
         )
         if after is not None:
             job.continues(after)

@@ -1,0 +1,135 @@
+"""Saves on a real mount that renames a directory by copying it, see ``copying_mount``.
+
+The process that trains is killed at calls of a save, or the mount stops at one of its changes, as
+the machine of an object store's client would. The same command, launched again, ends as if
+undisturbed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+from faults_trials import Trial, Trials
+
+from resumekit.storage.directories import StepName
+from resumekit.testing import DEFAULT_PRELOAD
+from resumekit.testing.launchers import ForkServer
+
+PRELOAD = (*DEFAULT_PRELOAD, "resumekit.adapters.torch")
+MOUNT = Path(__file__).with_name("copying_mount.py")
+NUM_CALLS = 130  # of a launch that saves twice and deletes once, on the mount
+
+RecordProperty = Callable[[str, object], None]
+# A rank that was killed may still be in a call when the mount is asked to end.
+SECONDS = 10.0
+
+
+@contextmanager
+def _mounted(root: Path, path: Path, *, last: int = 0) -> Iterator[None]:
+    """The root at a path; the mount stops before its change of the number ``last``."""
+    pytest.importorskip("mfusepy", reason="needs mfusepy")
+    if not os.access("/dev/fuse", os.W_OK):
+        pytest.skip("needs /dev/fuse")
+    path.mkdir(exist_ok=True)
+    command = [sys.executable, str(MOUNT), str(root), str(path), str(last)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            deadline = time.monotonic() + SECONDS
+            while not os.path.ismount(path):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    assert process.stderr is not None
+                    pytest.skip(f"nothing can be mounted here: {process.stderr.read().strip()}")
+                time.sleep(0.01)
+            yield
+        finally:
+            subprocess.run(["umount", "--lazy", str(path)], check=True)
+            process.kill()
+
+
+@pytest.fixture
+def trials(tmp_path: Path, server: ForkServer) -> Trials:
+    return Trials(tmp_path, server)
+
+
+class Mounts:
+    """One trial whose run directory is on the mount."""
+
+    def __init__(self, trial: Trial, trials: Trials) -> None:
+        self.trial, self._trials = trial, trials
+        self._root = trial.run.with_name("root")
+        trial.run.rename(self._root)
+
+    def mounted(self, *, last: int = 0) -> AbstractContextManager[None]:
+        """The run directory is there in the body, up to the change of this number."""
+        return _mounted(self._root, self.trial.run, last=last)
+
+    def launch(self, *, last: int = 0, failpoints: str | None = None) -> bool:
+        """Launches it once; whether the mount was still there at the end."""
+        with self.mounted(last=last):
+            self.trial.launch(failpoints=failpoints)
+            return os.path.exists(self.trial.run)
+
+    def finish(self) -> StepName:
+        """The same command again; gives the newest checkpoint that was there."""
+        with self.mounted():
+            newest = self.trial.newest_complete()
+            assert newest is not None
+            ended = self.trial.launch()
+            assert ended.succeeded, ended.output
+            verdict = self.trial.judge(self._trials.reference)
+            assert verdict.exact, verdict
+            assert verdict.resumes[-1].step == newest.step
+            left = [path.name for path in self.trial.run.iterdir() if path.suffix == ".incomplete"]
+            assert left == []
+            assert not (self.trial.run / "quarantine").exists()
+            return newest
+
+
+@pytest.mark.parametrize(
+    "apart", [pytest.param(1, marks=pytest.mark.full), pytest.param(40, id="some")]
+)
+def test_a_kill_at_every_call_costs_at_most_the_save_under_way(
+    apart: int, trials: Trials, record_property: RecordProperty
+) -> None:
+    newest = []
+    for call in range(1, NUM_CALLS, apart):
+        mounts = Mounts(trials.new(), trials)
+        mounts.launch(failpoints=f"{call}=kill")
+        newest.append(mounts.finish())
+    assert newest == sorted(newest)
+    record_property("kills on the mount, one at every call", len(newest))
+
+
+@pytest.mark.parametrize(
+    "apart", [pytest.param(1, marks=pytest.mark.full), pytest.param(60, id="some")]
+)
+def test_a_mount_that_stops_at_every_change_costs_at_most_the_save_under_way(
+    apart: int, trials: Trials, record_property: RecordProperty
+) -> None:
+    newest = []
+    for change in range(1, 1000, apart):
+        mounts = Mounts(trials.new(), trials)
+        is_over = mounts.launch(last=change)
+        newest.append(mounts.finish())
+        if is_over:
+            break
+    assert newest == sorted(newest)
+    assert newest[-1] == StepName(7)
+    record_property("stops of the mount, one at every change", len(newest))
+
+
+def test_the_mount_may_stop_within_a_rename(trials: Trials) -> None:
+    """The control: a commit by rename would leave a part of the checkpoint under each name."""
+    mounts = Mounts(trials.new(), trials)
+    run = mounts.trial.run
+    with mounts.mounted(last=5), pytest.raises(ConnectionError):
+        (run / "step-00000003").rename(run / "step-00000004")
+    with mounts.mounted():
+        assert {path.name for path in run.glob("step-*")} == {"step-00000003", "step-00000004"}
