@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import sys
@@ -42,6 +43,7 @@ def train(
     on_save_error: Any = "raise",
     keep_latest: int = 1,
     async_save: bool = False,
+    width: int = 8,
 ) -> None:
     """Trains seven steps and saves at the third, the sixth and the last.
 
@@ -50,7 +52,11 @@ def train(
         on_save_error: see ``resumekit.run.options.Options``.
         async_save: the same.
         keep_latest: the same; 1 lets every save delete the checkpoint before it.
+        width: of the hidden layer; a checkpoint has 120 bytes for each of its units.
     """
+    if width > 8:
+        logging.basicConfig()
+        logging.getLogger("resumekit").setLevel(logging.DEBUG)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size > 1:
         torch.distributed.init_process_group("gloo")
@@ -60,7 +66,7 @@ def train(
     data = TensorDataset(torch.arange(240.0).reshape(40, 6) / 240, torch.arange(40) % 3)
     sampler: Any = DistributedSampler(data, seed=3) if world_size > 1 else None
     loader = DataLoader(data, batch_size=4, sampler=sampler, shuffle=sampler is None)
-    bare = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 3))
+    bare = nn.Sequential(nn.Linear(6, width), nn.Dropout(0.2), nn.Linear(width, 3))
     model = nn.parallel.DistributedDataParallel(bare) if world_size > 1 else bare
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)

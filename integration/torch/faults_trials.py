@@ -126,6 +126,10 @@ class Trial:
         """Compares all launches, step by step and bit for bit, with the uninterrupted run."""
         return compare(reference, self.trace, expect_resume=expect_resume)
 
+    def remove(self) -> None:
+        """Frees its bytes."""
+        shutil.rmtree(self._directory)
+
     def copy_to(self, directory: Path, server: ForkServer) -> Trial:
         """A trial that continues where this one is."""
         shutil.copytree(self._directory, directory)
@@ -139,18 +143,26 @@ class Trials:
         directory: an empty one.
         server: forks every launch.
         world_size: how many ranks.
+        **options: for the training function.
     """
 
-    def __init__(self, directory: Path, server: ForkServer, *, world_size: int = 1) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        server: ForkServer,
+        *,
+        world_size: int = 1,
+        **options: Any,
+    ) -> None:
         self._server = server
         self._directory = directory
         self._numbers = itertools.count(1)
         reference = Trial(self._server, directory / "reference")
-        ended = reference.launch(world_size=world_size)
+        ended = reference.launch(world_size=world_size, **options)
         assert ended.succeeded, ended.output
         self.reference = reference.trace
         self._begun = Trial(self._server, directory / "begun")
-        ended = self._begun.launch(kill="step:4", world_size=world_size)
+        ended = self._begun.launch(kill="step:4", world_size=world_size, **options)
         assert ended.was_killed, ended.output
         assert self._begun.newest_complete() == StepName(3)
 
