@@ -14,7 +14,7 @@ derives from the builtin that a caller would expect, so ``except ValueError`` ke
     │   ├── OwnershipLostError               another attempt took ownership during this one
     │   └── SharedDirectoryError             the ranks do not see the same directory
     ├── SaveError (OSError)                  a save failed; the previous checkpoint is untouched
-    │   └── InsufficientSpaceError           not enough space; nothing was written
+    │   └── InsufficientSpaceError           the disk or the quota is full; nothing of it is left
     ├── CheckpointError (RuntimeError)       a checkpoint on disk cannot be used
     │   ├── CheckpointNotFoundError (LookupError) a checkpoint that the user names is missing
     │   ├── CorruptCheckpointError           proven damage: a digest, a size, a manifest
@@ -139,7 +139,7 @@ class SaveError(ResumekitError, OSError):
 
 
 class InsufficientSpaceError(SaveError):
-    """The disk has too little space for the save; nothing was written."""
+    """The bytes, the inodes or the quota do not suffice; nothing of the save is left."""
 
 
 class CheckpointError(ResumekitError, RuntimeError):

@@ -14,7 +14,8 @@ from typing import Any
 
 from resumekit.errors import CheckpointError, ConfigurationError, DirectoryError
 from resumekit.log import logger, show_messages
-from resumekit.storage.directories import TRAININGS, seal, unseal
+from resumekit.storage.directories import TRAININGS, replace_small, seal, unseal
+from resumekit.storage.io.file_system import LocalFileSystem, directory_errors
 from resumekit.storage.store import Store
 
 _NUM_NAMED = 3
@@ -141,6 +142,7 @@ class KnownRuns:
 
         Raises:
             ConfigurationError: see ``run_of``.
+            DirectoryError: the file cannot be written, as on a full disk; the former one stays.
         """
         self._num_begun += 1
         # A run whose directory was removed has nothing to continue.
@@ -200,10 +202,12 @@ class KnownRuns:
 
     def _write(self) -> None:
         runs = [{**asdict(each), "is_taken": False} for each in self._runs.values()]
-        self._root.mkdir(parents=True, exist_ok=True)
         draft = self._path.with_suffix(".draft")
-        draft.write_bytes(seal({"runs": runs}))
-        draft.replace(self._path)
+        with directory_errors(self._root, "be written"):
+            self._root.mkdir(parents=True, exist_ok=True)
+            draft.unlink(missing_ok=True)  # of a launch that was killed
+            data = seal({"runs": runs})
+            replace_small(LocalFileSystem(), self._path, data, draft=draft, sync=False)
 
 
 def _known(content: Mapping[str, Any]) -> KnownRun:

@@ -15,6 +15,7 @@ import struct
 import time
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -191,7 +192,12 @@ class JournalFile:
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND
         self._handle = os.open(path, flags, 0o644)
         self._num_bytes = 0
-        self.append(_with_start(header))
+        try:
+            self.append(_with_start(header))
+        except OSError:
+            self.close()
+            path.unlink(missing_ok=True)
+            raise
 
     def append(self, data: bytes) -> None:
         """Hands the data to the kernel. A forked child writes nothing.
@@ -209,17 +215,19 @@ class JournalFile:
             self._thin()
 
     def _thin(self) -> None:
-        os.close(self._handle)
         half = self._max_bytes // (2 * RECORD_BYTES)
         thin(self.path, num_kept=min(NUM_KEPT, half // 2), max_records=half)
-        self._handle = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        handle = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        self.close()
+        self._handle = handle
         self._num_bytes = os.fstat(self._handle).st_size
 
     def close(self) -> None:
         """Closes the file; without effect in a forked child and the second time."""
-        if self._handle >= 0 and os.getpid() == self._pid:
-            os.close(self._handle)
-        self._handle = -1
+        handle, self._handle = self._handle, -1
+        if handle >= 0 and os.getpid() == self._pid:
+            with suppress(OSError):  # of a network file system that is full: the end is torn
+                os.close(handle)
 
 
 @dataclass(frozen=True)

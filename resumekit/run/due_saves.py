@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 from resumekit.cadence import parse_cadence
 from resumekit.distributed import World
-from resumekit.errors import RankDisagreementError, SaveError
+from resumekit.errors import InsufficientSpaceError, RankDisagreementError, SaveError
 from resumekit.run.preemption import LeaveSignals
 from resumekit.run.run import RunState
-from resumekit.run.save import finish, save
+from resumekit.run.save import finish, make_room, save
 from resumekit.storage.directories import StepName
 
 # ---------------------------------------------------------------- all-reduced
@@ -188,7 +188,8 @@ class DueSaves:
         """Makes the save that is due, or skips it. Collective.
 
         Raises:
-            SaveError: the save has failed, or the one in flight; unless a failure is only logged.
+            SaveError: the save has failed, or the one in flight; unless training continues after
+                it, see ``on_save_error`` and ``on_full``.
         """
         replay = self._run.replay
         if replay is not None and not replay.saves_after(self._run.counters.step):
@@ -199,7 +200,7 @@ class DueSaves:
                 self._note_skipped()
             self._is_due = False
             return
-        self._save()
+        self._save(is_last=self.is_ending)
 
     def _note_skipped(self) -> None:
         self._run.in_flight.num_skipped += 1
@@ -213,12 +214,13 @@ class DueSaves:
             return False
         return bool(self._requests.peek().busy)
 
-    def _save(self) -> None:
+    def _save(self, *, is_last: bool) -> None:
         self._requests.peek()
         self.forget()
         run, began = self._run, time.monotonic()
-        self.finish()
-        with self._tolerated(run.counters.step):
+        self.finish(is_last=False)
+        self.forget()  # what that has requested
+        with self._tolerated(run.counters.step, is_last=is_last):
             save(run, in_background=not self.is_ending)
             cost = {
                 "blocked_seconds": time.monotonic() - began,
@@ -228,14 +230,17 @@ class DueSaves:
             run.journal.note_save(run.counters.step, **cost)
             run.reporter.log_interval(self._cadence.chosen)
 
-    def finish(self) -> None:
-        """Waits for the save in flight; a failure follows ``on_save_error``. Collective.
+    def finish(self, *, is_last: bool) -> None:
+        """Waits for the save in flight. Collective.
+
+        Args:
+            is_last: whether no save can follow.
 
         Raises:
-            SaveError: it has failed, unless that is only logged.
+            SaveError: it has failed, as of ``make``.
         """
         self._requests.peek()
-        with self._tolerated(self._run.in_flight.step):
+        with self._tolerated(self._run.in_flight.step, is_last=is_last):
             finish(self._run)
 
     def wait(self) -> None:
@@ -248,16 +253,32 @@ class DueSaves:
         finish(self._run)
 
     @contextmanager
-    def _tolerated(self, step: int | None) -> Iterator[None]:
+    def _tolerated(self, step: int | None, *, is_last: bool) -> Iterator[None]:
+        """Warns of a save in the body that fails, if the options allow that. Collective."""
         try:
             yield
         except SaveError as error:
-            if self._run.options.on_save_error == "raise":
+            run, options = self._run, self._run.options
+            is_full = isinstance(error, InsufficientSpaceError) and not is_last
+            # A save in the background has not done that itself.
+            if is_full and run.world.on_first(lambda: make_room(run)):
+                self.request()
+            elif not (is_full and options.on_full == "skip") and options.on_save_error == "raise":
+                if self.is_ending:
+                    run.reporter.warn(f"the last save failed{self._then}")
                 raise
-            then = "" if self.is_ending else ", training continues"
-            self._run.reporter.warn(f"the save at step {step} failed{then}: {error}")
-            self._run.selection.forget(step)
+            run.reporter.warn(f"the save at step {step} failed{self._then}: {error}")
+            run.selection.forget(step)
             self._cadence.restart()
+
+    @property
+    def _then(self) -> str:
+        """What follows a save that has failed, in words."""
+        if not self.is_ending:
+            return ", training continues"
+        num_repeated = self._run.counters.step - (self._newest_step or 0)
+        newest = self._run.running.latest or "none"
+        return f" (newest checkpoint: {newest}, a relaunch repeats {num_repeated} steps)"
 
     # ---------------------------------------------------------------- before leaving
 
@@ -273,7 +294,8 @@ class DueSaves:
             The optimizer step of the newest checkpoint; None if there is none.
 
         Raises:
-            SaveError: the last save has failed, and ``on_save_error="raise"``.
+            SaveError: the last save has failed, as of ``make``. With ``on_full="skip"`` a full disk
+                is a warning: the same command continues, as it does after any preemption.
         """
         self.is_ending = True
         run, now = self._run, self._run.counters.progress
@@ -288,7 +310,7 @@ class DueSaves:
             else:
                 if is_current or not self._fits_grace(now.step, saved):
                     return self._newest_step
-        self._save()
+        self._save(is_last=False)
         return self._newest_step
 
     @property

@@ -185,7 +185,7 @@ class Loop:
             self._save_what_is_due()
         finally:
             try:
-                self.saves.finish()
+                self.saves.finish(is_last=True)
             finally:
                 self.release()
 
@@ -501,7 +501,7 @@ class Loop:
         if may_save and finished is None:
             common = saves.exchange(counters.step)
             if common.failed and not common.leave:
-                saves.finish()
+                saves.finish(is_last=False)
         if finished is not None:
             self._warn_of_metric()
             end_resume(self.run)
@@ -526,7 +526,7 @@ class Loop:
         """Ends the process if no further step is replayed."""
         replay, may_end = self.run.replay, self.finished is None and self.stepped
         if replay is not None and may_end and replay.ends_after(step, self.run.world):
-            self.saves.finish()
+            self.saves.finish(is_last=True)
             self.release()
             replay.end_process()
 

@@ -46,6 +46,7 @@ class OptionKeywords(TypedDict, total=False):
     rename: Mapping[str, str]
     resume_from: str | None
     on_save_error: Literal["raise", "warn"]
+    on_full: Literal["raise", "skip", "prune"]
     async_save: bool | Literal["auto"]
     on_save_in_flight: Literal["wait", "skip"]
     grace_seconds: float
@@ -94,6 +95,10 @@ class Options:
         resume_from: the one checkpoint to start from, by name, e.g. ``"step-00000500"``.
         on_save_error: ``"raise"``, or ``"warn"`` to log it and train on; the old checkpoint stays
             either way.
+        on_full: what becomes of a save for which the disk or the quota is too small: ``"raise"`` as
+            ``on_save_error`` says; ``"skip"`` leaves it out with a warning, unless it is the last
+            one of the run; ``"prune"`` deletes the oldest checkpoints until it fits, never the
+            newest or the best. See docs/saving.md.
         async_save: True copies the state at the safe point and writes it beside the training;
             ``"auto"`` does so where host memory has room for the copy. A failure is raised at a
             later safe point. See ``Checkpointer.wait``.
@@ -141,6 +146,7 @@ class Options:
     rename: Mapping[str, str] = field(default_factory=dict)
     resume_from: str | None = None
     on_save_error: Literal["raise", "warn"] = "raise"
+    on_full: Literal["raise", "skip", "prune"] = "raise"
     async_save: bool | Literal["auto"] = False
     on_save_in_flight: Literal["wait", "skip"] = "wait"
     grace_seconds: float = 30.0

@@ -23,6 +23,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from resumekit.capture.model import frozen_of
+from resumekit.errors import InsufficientSpaceError
 from resumekit.progress_display import show_progress
 from resumekit.run.agreement import ComponentGroups, described
 from resumekit.run.garbage_collector import collector_paused
@@ -46,7 +47,8 @@ JOURNAL = "journal"
 def save(run: RunState, *, in_background: bool) -> None:
     """Makes a checkpoint; in the background a copy of the state, see above. Collective.
 
-    No save may be in flight, see ``finish``.
+    No save may be in flight, see ``finish``. With ``on_full="prune"`` it is made again after a full
+    disk, while there are old checkpoints to delete.
 
     Args:
         run: the run, at a safe point.
@@ -60,7 +62,7 @@ def save(run: RunState, *, in_background: bool) -> None:
         DivergenceError: a repeated step differs from the journal, and ``on_divergence="raise"``;
             other ranks than the one that finds it may raise RankLostError.
         UnsupportedValueError: a value cannot be stored; nothing was committed.
-        InsufficientSpaceError: there is no room; nothing was written.
+        InsufficientSpaceError: there is no room; nothing is left of it.
         SharedDirectoryError: a rank does not see what rank 0 has made.
         RankLostError: a rank has died, or does not answer; the checkpoint may be there.
         RankFailedError: with several ranks, an unexpected error on one, e.g. in a ``state_dict()``.
@@ -68,6 +70,31 @@ def save(run: RunState, *, in_background: bool) -> None:
             checkpoint is there, and a power cut may take it.
         OwnershipLostError: another attempt owns the directory now; the checkpoint may be there.
     """
+    while True:
+        try:
+            return _save(run, in_background=in_background)
+        except InsufficientSpaceError:
+            if not run.world.on_first(lambda: make_room(run)):
+                raise
+
+
+def make_room(run: RunState) -> bool:
+    """Whether the oldest checkpoint that is not needed was deleted, see ``on_full``. Rank 0 only.
+
+    Raises:
+        SaveError: it could not be removed.
+    """
+    latest = run.running.latest
+    if run.options.on_full != "prune" or latest is None:
+        return False
+    run.in_flight.wait_for_removal()
+    name = run.running.store.prune(run.options.retention, latest=StepName.from_text(latest))
+    if name is not None:
+        run.reporter.log(f"{name} was deleted: the disk is full, and on_full='prune'")
+    return name is not None
+
+
+def _save(run: RunState, *, in_background: bool) -> None:
     _add_late_components(run)
     wait_for_gpus()  # what reads the state next may read values that another stream still copies
     running, world = run.running, run.world
@@ -245,18 +272,24 @@ def _stage(
     directories = sorted({directory_of(component) for component in run.components})
     mine: list[Staging] = []
     store = run.running.store  # what looks for the staging outlives the run, and must not keep it
+    num_parts = run.world.world_size if in_background and run.world.world_size > 1 else 0
 
     def stage() -> tuple[StepName, str]:
         name = store.next_name(step)
-        staging = store.stage(
-            name,
-            num_bytes=sum(demand.num_bytes for demand in demands),
-            num_files=sum(demand.num_files for demand in demands),
-            directories=directories,
-            with_parts=in_background and run.world.world_size > 1,
-        )
-        mine.append(staging)
-        return name, staging.name
+        while not mine:
+            try:
+                staging = store.stage(
+                    name,
+                    num_bytes=sum(demand.num_bytes for demand in demands),
+                    num_files=sum(demand.num_files for demand in demands) + num_parts,
+                    directories=directories,
+                    with_parts=num_parts > 0,
+                )
+                mine.append(staging)
+            except InsufficientSpaceError:
+                if not make_room(run):
+                    raise
+        return name, mine[0].name
 
     name, staging_name = run.world.on_first(stage)
     return name, lambda: mine[0] if mine else store.attach(staging_name)

@@ -55,7 +55,7 @@ from resumekit.storage.directories import (
     is_taken,
     path_problem,
     remove_tree,
-    write_small,
+    replace_small,
 )
 from resumekit.storage.file_reader import copy_file, link_file
 from resumekit.storage.files import FileEntry, FileWriter
@@ -351,10 +351,12 @@ class Staging:
 
     def _point_latest(self) -> None:
         """Names the newest step for people. Not synced, and may fail: nothing reads it."""
-        draft = self._directory / STAGING / f"latest-{self.name}"
-        with suppress(OSError):
-            write_small(self._file_system, draft, f"{self.step}\n".encode("ascii"), sync=False)
-            self._file_system.rename(draft, self._directory / LATEST)
+        path, draft = self._directory / LATEST, self._directory / STAGING / f"latest-{self.name}"
+        data = f"{self.step}\n".encode("ascii")
+        try:
+            replace_small(self._file_system, path, data, draft=draft, sync=False)
+        except OSError as error:
+            logger.warning("%s is saved, but not named in %s: %s", self.step, path, describe(error))
 
 
 def _check_path(path: str, expected: str) -> None:

@@ -21,7 +21,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -314,15 +314,46 @@ def write_small(file_system: FileSystem, path: Path, data: bytes, *, sync: bool 
     """Writes a new small file; with ``sync``, its bytes survive a power cut once this returns.
 
     Raises:
-        OSError: as the failing call said.
+        OSError: as the failing call said; the file is removed.
     """
     handle = file_system.create(path)
+    with _removed_after_errors(file_system, path):
+        try:
+            file_system.write(handle, [memoryview(data)])
+            if sync:
+                file_system.fsync(handle)
+        finally:
+            file_system.close(handle)
+
+
+def replace_small(
+    file_system: FileSystem, path: Path, data: bytes, *, draft: Path, sync: bool = True
+) -> None:
+    """Writes a small file under another name first: the path has the former file or the new one.
+
+    Args:
+        file_system: the file system.
+        path: the file.
+        data: its bytes.
+        draft: the other name, which is free.
+        sync: whether the bytes survive a power cut once this returns; the name does not.
+
+    Raises:
+        OSError: as the failing call said; the draft is removed.
+    """
+    write_small(file_system, draft, data, sync=sync)
+    with _removed_after_errors(file_system, draft):
+        file_system.rename(draft, path)
+
+
+@contextmanager
+def _removed_after_errors(file_system: FileSystem, path: Path) -> Iterator[None]:
     try:
-        file_system.write(handle, [memoryview(data)])
-        if sync:
-            file_system.fsync(handle)
-    finally:
-        file_system.close(handle)
+        yield
+    except OSError:
+        with suppress(OSError):
+            file_system.unlink(path)
+        raise
 
 
 def read_small(file_system: FileSystem, path: Path, *, where: str, max_bytes: int) -> bytes:

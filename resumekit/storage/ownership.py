@@ -51,9 +51,9 @@ from resumekit.storage.directories import (
     StepName,
     name_few,
     read_small,
+    replace_small,
     seal,
     unseal,
-    write_small,
 )
 from resumekit.storage.io.file_system import FileSystem
 from resumekit.storage.manifest import HEX, check_fields, count, read_manifest, text
@@ -295,8 +295,7 @@ def write_owner(file_system: FileSystem, directory: Path, owner: Owner) -> None:
         OSError: as the failing call said.
     """
     draft = directory / STAGING / f"owner-{owner.attempt}"
-    write_small(file_system, draft, owner.to_bytes())
-    file_system.rename(draft, directory / OWNER)
+    replace_small(file_system, directory / OWNER, owner.to_bytes(), draft=draft)
     file_system.fsync_dir(directory)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from resumekit.errors import CorruptCheckpointError, SaveError
 from resumekit.log import logger
-from resumekit.storage.directories import MAX_JSON_BYTES, read_small, seal, unseal, write_small
+from resumekit.storage.directories import MAX_JSON_BYTES, read_small, replace_small, seal, unseal
 from resumekit.storage.files import FileEntry
 from resumekit.storage.io.file_system import FileSystem, save_errors
 from resumekit.storage.manifest import (
@@ -114,8 +114,7 @@ def leave_part(file_system: FileSystem, directory: Path, part: Part) -> None:
     name = f"rank-{part.rank:05d}-{uuid.uuid4().hex[:12]}.json"
     draft = directory / f"{_DRAFT}{name}"
     with save_errors(directory / name):
-        write_small(file_system, draft, part.to_bytes(), sync=False)
-        file_system.rename(draft, directory / name)
+        replace_small(file_system, directory / name, part.to_bytes(), draft=draft, sync=False)
 
 
 class Parts:

@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from resumekit.errors import (
@@ -321,7 +322,7 @@ class Store:
             with_parts: whether the ranks will report by part files.
 
         Raises:
-            InsufficientSpaceError: there is no room; nothing was written.
+            InsufficientSpaceError: there is no room; nothing is left of it.
             OwnershipLostError: another attempt has taken the directory over.
             SaveError: names the path and the cause.
         """
@@ -433,12 +434,44 @@ class Store:
             deletions = sorted(select_deletions(verified, policy) - kept)
             if not deletions:
                 return []
-            with save_errors(self.directory):
-                check_owner(self._file_system, self.directory, owner)
-            for name in deletions:
-                self._verified.pop(name)
-            self._trash.take(deletions)
+            self._delete(deletions, owner)
             return deletions
+
+    def prune(self, policy: RetentionPolicy, *, latest: StepName) -> StepName | None:
+        """The oldest checkpoint that is not needed, deleted with its bytes. Rank 0 only.
+
+        The newest and the best stay, those that the policy keeps for ever, and those that are
+        pinned. Only verified checkpoints of this run are ever deleted. Allowed before the first
+        commit of this attempt: ``acquire`` has synced the names of what earlier ones committed.
+
+        Args:
+            policy: of the run; its ``keep_latest`` does not matter.
+            latest: a checkpoint that this attempt has committed, or has read whole; it stays.
+
+        Returns:
+            The name; None where all are needed.
+
+        Raises:
+            OwnershipLostError: another attempt has taken the directory over.
+            SaveError: it could not be removed; all checkpoints that stay are untouched.
+        """
+        owner = self._require_owner()
+        least = replace(policy, keep_latest=1, keep_best=max(policy.keep_best, 1))
+        with self._one_thread:
+            deletions = select_deletions(self._list_verified(self.step_names()), least)
+            oldest = min(deletions - {latest, *self._pins.copy()}, default=None)
+            if oldest is not None:
+                self._delete([oldest], owner)
+                self._trash.empty()
+            return oldest
+
+    def _delete(self, names: Sequence[StepName], owner: Owner) -> None:
+        """Renames checkpoints away, which are verified."""
+        with save_errors(self.directory):
+            check_owner(self._file_system, self.directory, owner)
+        for name in names:
+            self._verified.pop(name)
+        self._trash.take(names)
 
     def empty_trash(self) -> None:
         """Removes the bytes of deleted checkpoints, which may take long. Rank 0 only.

@@ -403,7 +403,12 @@ class SaveInFlight:
         self._save = None
         self.committed(save)
         if failure is not None:
-            raise failure if self._world.is_first else from_rank(self._world.ranks[0], failure)
+            if self._world.is_first:
+                save.abandon()  # the others may have written after rank 0 gave up
+            # What a rank has found, rather than what rank 0 has read of it in the rank's part.
+            for rank, error in zip((*self._world.ranks, 0), (*errors, failure), strict=True):
+                if error is not None:
+                    raise error if rank == self._world.rank else from_rank(rank, error)
         return save
 
     def wait_for_own(self) -> None:

@@ -25,7 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, ParamSpec, Protocol, TypeAlias, TypeVar
 
-from resumekit.errors import DirectoryError, ResumekitError, SaveError, UnreadableCheckpointError
+from resumekit.errors import (
+    DirectoryError,
+    InsufficientSpaceError,
+    ResumekitError,
+    SaveError,
+    UnreadableCheckpointError,
+)
 from resumekit.storage.io.direct import FUSE, DirectIO, type_of_file_system
 
 Kind = Literal["file", "directory", "other"]
@@ -371,16 +377,12 @@ def read_fully(file_system: FileSystem, handle: ReadHandle, offset: int, buffer:
     return done
 
 
-MAKE_ROOM = "Free space first; then a lower keep_latest keeps it free"
+MAKE_ROOM = "Free space or raise the quota first; then a lower keep_latest keeps it free"
+_READ_ONLY = "Choose a directory that this job may write to"
 _REMEDIES = {
-    SaveError: dict.fromkeys((errno.ENOSPC, errno.EDQUOT), MAKE_ROOM),
-    DirectoryError: {
-        **dict.fromkeys(
-            (errno.EACCES, errno.EPERM, errno.EROFS),
-            "Choose a directory that this job may write to",
-        ),
-        errno.ENOLCK: 'If no other job ever uses it, pass lock="none"',
-    },
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), MAKE_ROOM),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _READ_ONLY),
+    errno.ENOLCK: 'If no other job ever uses it, pass lock="none"',
 }
 
 
@@ -388,7 +390,8 @@ def save_errors(path: Path | str) -> AbstractContextManager[None]:
     """Turns an OSError of the body into SaveError.
 
     Raises:
-        SaveError: names the path and the cause; ``errno`` is the cause's.
+        SaveError: names the path and the cause; ``errno`` is the cause's. On a full disk or quota
+            it is an InsufficientSpaceError.
     """
     return _os_errors(SaveError, str(path), "be written")
 
@@ -425,7 +428,8 @@ def _os_errors(kind: _Failure, where: str, doing: str) -> Iterator[None]:
     except ResumekitError:
         raise
     except OSError as error:
-        remedy = _REMEDIES.get(kind, {}).get(error.errno or 0)
+        remedy = _REMEDIES.get(error.errno or 0)
+        kind = InsufficientSpaceError if kind is SaveError and remedy is MAKE_ROOM else kind
         failure = kind(where, found=f"could not {doing}: {describe(error)}", remedy=remedy)
         failure.errno = error.errno
         raise failure from error

@@ -1,0 +1,67 @@
+"""Real file systems that fill up: mounted for a test, and always unmounted."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+
+@contextmanager
+def tmpfs(path: Path, *, num_bytes: int, num_inodes: int | None = None) -> Iterator[Path]:
+    """A file system in memory; skips the test where mounting is not allowed."""
+    inodes = "" if num_inodes is None else f",nr_inodes={num_inodes}"
+    with mounted(path, "-t", "tmpfs", "-o", f"size={num_bytes}{inodes}", "tmpfs"):
+        yield path
+
+
+@contextmanager
+def ext4(path: Path, *, num_bytes: int) -> Iterator[Path]:
+    """An ext4 file system on a loop device; skips the test where that is not possible."""
+    image = path.with_suffix(".img")
+    with image.open("wb") as file:
+        file.truncate(num_bytes)
+    try:
+        _run("mkfs.ext4", "-q", "-m", "0", str(image))
+        with mounted(path, "-o", "loop", str(image)):
+            yield path
+    finally:
+        image.unlink()
+
+
+@contextmanager
+def mounted(path: Path, *options: str) -> Iterator[Path]:
+    """A mount at a new directory; skips the test where it is refused."""
+    path.mkdir()
+    _run("mount", *options, str(path))
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
+
+
+def _run(*command: str) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    if done.returncode != 0:
+        pytest.skip(f"{command[0]} is refused here: {done.stderr.strip()}")
+
+
+def fill(volume: Path, *, leave_bytes: int = 0) -> Path:
+    """A file that takes all but so many bytes of a volume."""
+    filler = volume / "filler"
+    with filler.open("wb", buffering=0) as file, suppress(OSError):
+        status = os.statvfs(volume)
+        os.posix_fallocate(file.fileno(), 0, max(status.f_bavail * status.f_frsize, 1))
+        while True:
+            file.seek(0, os.SEEK_END)
+            file.write(bytes(4096))
+    if leave_bytes:
+        os.truncate(filler, max(filler.stat().st_size - leave_bytes, 0))
+    return filler
