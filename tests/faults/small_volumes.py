@@ -41,7 +41,7 @@ def mounted(path: Path, *options: str) -> Iterator[Path]:
     try:
         yield path
     finally:
-        subprocess.run(["umount", str(path)], check=True)
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
 def _run(*command: str) -> None:
@@ -56,12 +56,11 @@ def _run(*command: str) -> None:
 def fill(volume: Path, *, leave_bytes: int = 0) -> Path:
     """A file that takes all but so many bytes of a volume."""
     filler = volume / "filler"
-    with filler.open("wb", buffering=0) as file, suppress(OSError):
-        status = os.statvfs(volume)
-        os.posix_fallocate(file.fileno(), 0, max(status.f_bavail * status.f_frsize, 1))
-        while True:
-            file.seek(0, os.SEEK_END)
-            file.write(bytes(4096))
+    with filler.open("wb", buffering=0) as file:
+        for size in (1 << 20, 1 << 12, 1):
+            with suppress(OSError):
+                while file.write(bytes(size)):
+                    pass
     if leave_bytes:
         os.truncate(filler, max(filler.stat().st_size - leave_bytes, 0))
     return filler

@@ -86,15 +86,16 @@ def test_a_crash_during_the_recovery_from_a_crash_breaks_no_promise(
     assert not findings.violations, "\n".join(findings.violations[:5])
 
 
+@pytest.mark.parametrize("is_full", [False, True], ids=["", "full disk"])
 @pytest.mark.parametrize("keep_latest", [1, 2])
 @pytest.mark.parametrize("apart", [pytest.param(1, marks=pytest.mark.full), 20])
 def test_a_power_cut_after_a_kill_and_a_relaunch_breaks_no_promise(
-    keep_latest: int, apart: int, record_property: RecordProperty
+    keep_latest: int, apart: int, is_full: bool, record_property: RecordProperty
 ) -> None:
     # What the killed process had not synced is still in the page cache when the next one starts.
     findings = Findings()
     num_calls = 0
-    while (job := killed_and_relaunched(num_calls, keep_latest=keep_latest)) is not None:
+    while job := killed_and_relaunched(num_calls, keep_latest=keep_latest, is_full=is_full):
         explore(job, limit=3, findings=findings)
         num_calls += apart
     record_property("unique crash states after kill and relaunch", findings.num_states)

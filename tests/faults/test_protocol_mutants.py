@@ -33,6 +33,7 @@ from crashlab.mutants import (
     LinksUncompared,
     MovesInsteadOfLinking,
     OverwritesTheStep,
+    PrunesTheNewest,
     ReadsUnchecked,
     RenamesBeforeFsync,
     RetainsBeforeCommit,
@@ -197,6 +198,16 @@ def test_committing_before_every_rank_has_finished_is_caught() -> None:
             Lab(store_class=DeletesPinnedCheckpoints),
             "retention_of_a_pinned_checkpoint",
             id="pinned checkpoint deleted",
+        ),
+        pytest.param(
+            Lab(store_class=PrunesTheNewest),
+            "full_disk_at_the_start",
+            id="newest checkpoint deleted on a full disk",
+        ),
+        pytest.param(
+            Lab(wrap=EmptiesTheTrashBeforeTheSync),
+            "full_disk_at_the_start",
+            id="bytes removed on a full disk before the rename is durable",
         ),
         pytest.param(
             Lab(links_class=LinksToTheNewest),

@@ -7,6 +7,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -713,6 +714,40 @@ def test_a_pinned_checkpoint_is_deleted_only_once_nobody_reads_it(store: Store, 
         store.unpin(StepName(1))
 
 
+def _pruned(store: Store, policy: RetentionPolicy, *, latest: int) -> list[StepName]:
+    return list(iter(lambda: store.prune(policy, latest=StepName(latest)), None))
+
+
+def test_on_a_full_disk_the_oldest_checkpoint_that_is_not_needed_goes(
+    store: Store, save: Save
+) -> None:
+    metrics = {1: 0.5, 2: 0.1, 3: 0.5, 4: 0.5, 5: 0.5, 6: 0.5, 7: 0.5}
+    for step, metric in metrics.items():
+        save(store, step, metric=metric)
+    store.pin(StepName(4))
+    policy = RetentionPolicy(keep_latest=None, keep_best=0, keep_every=3)
+    assert store.prune(policy, latest=StepName(5)) == StepName(1)
+    assert _pruned(store, policy, latest=5) == []
+    assert _pruned(store, replace(policy, keep_every=None), latest=5) == [StepName(3), StepName(6)]
+    assert _names(store) == [f"step-0000000{step}" for step in (7, 5, 4, 2)]
+    assert list((store.directory / ".staging").iterdir()) == []
+    for name in store.step_names():
+        store.open_step(name).verify()
+
+
+def test_room_is_made_before_the_first_commit_but_never_by_damage_or_another_run(
+    store: Store, save: Save, open_store: OpenStore
+) -> None:
+    for step in (1, 2, 3):
+        save(store, step)
+    store.release()
+    (store.directory / "step-00000001" / "manifest.json").write_text("{}")
+    second = open_store()
+    second.acquire()
+    assert _pruned(second, RetentionPolicy(), latest=3) == [StepName(2)]
+    assert _names(second) == ["step-00000003", "step-00000001"]
+
+
 def test_a_second_thread_that_changes_the_directory_is_refused(
     open_store: OpenStore, save: Save
 ) -> None:
@@ -748,6 +783,8 @@ def test_a_job_that_lost_the_directory_deletes_nothing(
     (run_directory / "owner.json").write_bytes(b"")
     with pytest.raises(OwnershipLostError):
         store.retain(RetentionPolicy(keep_latest=1))
+    with pytest.raises(OwnershipLostError):
+        store.prune(RetentionPolicy(), latest=StepName(3))
     with pytest.raises(OwnershipLostError):
         store.quarantine(StepName(1), CorruptCheckpointError("x", found="y"))
     assert len(_names(store)) == 3

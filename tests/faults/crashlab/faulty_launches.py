@@ -49,7 +49,9 @@ def _train(job: Job, *, background_only: bool) -> None:
                 job.save(step)
 
 
-def killed_and_relaunched(num_calls: int, *, keep_latest: int = 1) -> Job | None:
+def killed_and_relaunched(
+    num_calls: int, *, keep_latest: int = 1, is_full: bool = False, next_lab: Lab | None = None
+) -> Job | None:
     """A launch that is killed after a number of calls, and the next one on the same machine.
 
     Nothing is durable in between but what was synced. None when the job ends before the kill.
@@ -57,6 +59,8 @@ def killed_and_relaunched(num_calls: int, *, keep_latest: int = 1) -> Job | None
     Args:
         num_calls: that the launch makes.
         keep_latest: how many checkpoints stay; with more than one, frozen files are linked.
+        is_full: whether the next one deletes old checkpoints before its first save.
+        next_lab: how the next one is built.
     """
     job = _launch(Lab(wrap=lambda inner: KilledAt(inner, num_calls)), keep_latest=keep_latest)
     try:
@@ -66,11 +70,14 @@ def killed_and_relaunched(num_calls: int, *, keep_latest: int = 1) -> Job | None
     else:
         return None
     job.recording.barrier()
-    again = Job(job.recording, policy=job.policy)
+    lab = next_lab or Lab()
+    again = Job(job.recording, policy=job.policy, wrap=lab.wrap, store_class=lab.store_class)
     again.continues(job)
     again.promises = list(job.promises)
     again.start()
     loaded = again.load_newest()
+    if is_full and loaded.name is not None:
+        again.prune()
     again.save((loaded.name or StepName(0)).step + 1)
     return again
 

@@ -229,6 +229,18 @@ class Job:
         self.recording.barrier()
         return name
 
+    def prune(self) -> None:
+        """Makes room on a full disk, as often as it can."""
+        promise = self.promises[-1]
+        assert promise.newest is not None
+        measured = [name for name in promise.kept if name in self._metrics]
+        measured.sort(key=lambda name: (self._metrics[name], name))
+        needed = {promise.newest, *measured[:1], *self._pinned}
+        self._promise(kept={name: promise.kept[name] for name in needed & promise.kept.keys()})
+        while self.stores[0].prune(self.policy, latest=promise.newest) is not None:
+            pass
+        self.recording.barrier()
+
     def forget_calls(self) -> None:
         """What was done so far is durable, and is not crashed."""
         self.recording.restart()

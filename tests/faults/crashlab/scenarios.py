@@ -244,6 +244,28 @@ def retention_of_a_pinned_checkpoint(lab: Lab) -> Job:
     return job
 
 
+def full_disk_at_the_start(lab: Lab) -> Job:
+    policy = RetentionPolicy(keep_latest=None)
+    job = _relaunched(lab, 1, 2, 3, 4, policy=policy, metrics={2: 0.25, 3: 0.5})
+    job.load_newest()
+    job.prune()
+    job.save(5)
+    job.prune()
+    return job
+
+
+def full_disk_in_a_save(lab: Lab) -> Job:
+    job = _relaunched(lab, 1, 2, policy=KEEP_ALL)
+    job.load_newest()
+    name, stagings = job.stage(3)
+    job.write(name, stagings)
+    job.stores[0].abandon(stagings[0])
+    job.recording.barrier()
+    job.prune()
+    job.save(3)
+    return job
+
+
 def damage_in_quarantine(lab: Lab) -> Job:
     job = _relaunched(lab, 1, 2, before=lambda earlier: _damage(earlier, StepName(2)))
     job.load_newest()
@@ -356,6 +378,8 @@ SCENARIOS: dict[str, Scenario] = {
         stale_parts_in_place,
         relaunch_over_parts_of_a_killed_job,
         retention_of_a_pinned_checkpoint,
+        full_disk_at_the_start,
+        full_disk_in_a_save,
         damage_in_quarantine,
         nothing_but_damage,
     )
