@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -53,9 +55,9 @@ def _run(*command: str) -> None:
         pytest.skip(f"{command[0]} is refused here: {done.stderr.strip()}")
 
 
-def fill(volume: Path, *, leave_bytes: int = 0) -> Path:
-    """A file that takes all but so many bytes of a volume."""
-    filler = volume / "filler"
+def fill(volume: Path, *, leave_bytes: int = 0) -> None:
+    """Leaves so many bytes of a volume, see ``empty``."""
+    filler = _filler(volume) / "bytes"
     with filler.open("wb", buffering=0) as file:
         for size in (1 << 20, 1 << 12, 1):
             with suppress(OSError):
@@ -63,4 +65,24 @@ def fill(volume: Path, *, leave_bytes: int = 0) -> Path:
                     pass
     if leave_bytes:
         os.truncate(filler, max(filler.stat().st_size - leave_bytes, 0))
-    return filler
+
+
+def fill_inodes(volume: Path, *, leave_inodes: int = 0) -> None:
+    """Leaves so many files that can be made on a volume, see ``empty``."""
+    filler = _filler(volume)
+    with suppress(OSError):
+        for number in itertools.count():
+            (filler / f"{number}").touch()
+    for path in list(filler.iterdir())[:leave_inodes]:
+        path.unlink()
+
+
+def empty(volume: Path) -> None:
+    """Removes what fills a volume."""
+    shutil.rmtree(volume / "filler")
+
+
+def _filler(volume: Path) -> Path:
+    directory = volume / "filler"
+    directory.mkdir()
+    return directory

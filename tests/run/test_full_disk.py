@@ -11,17 +11,20 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from failpoints import WRITE_CALLS, Failpoint, FailpointFileSystem
-from small_volumes import ext4, fill, tmpfs
+from small_volumes import empty, ext4, fill, fill_inodes, tmpfs
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit.adapters.torch import Checkpointer
+from resumekit.attach import trainings
+from resumekit.attach.trainings import KnownRuns
 from resumekit.errors import (
     ConfigurationError,
     CorruptCheckpointError,
@@ -29,6 +32,7 @@ from resumekit.errors import (
     InsufficientSpaceError,
     Preempted,
 )
+from resumekit.record import journal
 from resumekit.run.saving.background import drain
 from resumekit.storage.directories import StepName
 from resumekit.storage.io.file_system import Free, LocalFileSystem
@@ -167,7 +171,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
 @pytest.mark.parametrize("cause", ["ENOSPC once", "EDQUOT until there is room"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("policy", ["raise", "skip", "prune"])
-@pytest.mark.parametrize("apart", [pytest.param(1, marks=pytest.mark.full, id="every call"), 5])
+@pytest.mark.parametrize("apart", [pytest.param(1, marks=pytest.mark.full, id="every call"), 11])
 def test_a_full_disk_at_any_call_costs_at_most_the_save_under_way(
     policy: str,
     is_async: bool,
@@ -445,55 +449,101 @@ def damage(store: Store) -> CorruptCheckpointError:
 
 # ---------------------------------------------------------------- volumes that fill up
 
-VOLUMES: dict[str, Callable[[Path], AbstractContextManager[Path]]] = {
-    "ext4": lambda path: ext4(path, num_bytes=8 << 20),
-    "tmpfs": lambda path: tmpfs(path, num_bytes=4 << 20),
+Volume = tuple[Callable[[Path], AbstractContextManager[Path]], Callable[[Path], None]]
+VOLUMES: dict[str, Volume] = {
+    "ext4": (partial(ext4, num_bytes=8 << 20), partial(fill, leave_bytes=150_000)),
+    "tmpfs": (partial(tmpfs, num_bytes=4 << 20), partial(fill, leave_bytes=150_000)),
+    "inodes": (
+        partial(tmpfs, num_bytes=16 << 20, num_inodes=100),
+        partial(fill_inodes, leave_inodes=5),
+    ),
 }
 NUM_FEATURES = 5_000  # about 240 kB in a checkpoint
 
 
+@pytest.mark.quick("ext4-*-during a save-async")
+@pytest.mark.quick("tmpfs-prune-before a save-sync")
+@pytest.mark.quick("inodes-*-before a save-sync")
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("vanishes", [False, True], ids=["before a save", "during a save"])
 @pytest.mark.parametrize("policy", ["raise", "skip", "prune"])
 @pytest.mark.parametrize("kind", VOLUMES)
 def test_a_volume_that_fills_up_costs_no_checkpoint(
-    kind: str,
-    policy: str,
-    vanishes: bool,
-    is_async: bool,
-    tmp_path: Path,
-    disk: Disk,
-    caplog: pytest.LogCaptureFixture,
+    kind: str, policy: str, vanishes: bool, is_async: bool, tmp_path: Path, disk: Disk
 ) -> None:
     options = {"num_features": NUM_FEATURES, "async_save": is_async}
     whole = Training(tmp_path / "undisturbed", **options).train().losses
-    with VOLUMES[kind](tmp_path / "volume") as volume:
+    mount, fill_up = VOLUMES[kind]
+    with mount(tmp_path / "volume") as volume:
         run = volume / "run"
 
-        def fill_up() -> None:
+        def begin() -> None:
             training.checkpointer.wait()
-            fill(volume, leave_bytes=150_000)
+            fill_up(volume)
             if vanishes:  # as with a quota, of which statvfs does not know
                 report(disk, Free(10**12, None))
 
-        def empty() -> None:
+        def end() -> None:
             training.checkpointer._run.in_flight.wait_for_own()
-            disk.heal()
             if policy == "skip":
-                (volume / "filler").unlink()
+                empty(volume)
 
         training = Training(run, on_full=policy, **options)
         if policy == "raise":
             with pytest.raises(InsufficientSpaceError):
-                training.train({6: fill_up, 7: empty})
+                training.train({6: begin, 7: end})
             drain()
             assert saved_in(run) == [2, 4]
         else:
-            training.train({6: fill_up, 7: empty})
+            training.train({6: begin, 7: end})
             assert training.losses == whole
-            assert set(saved_in(run)) in ({2, 4, 8}, {6, 8}, {7, 8}, {4, 6, 8}, {8})
+            expected = {"skip": [[2, 4, 8]], "prune": [[6, 8], [7, 8], [8]]}
+            assert saved_in(run) in expected[policy]
         assert staged_in(run) == []
-        (volume / "filler").unlink(missing_ok=True)
+        disk.heal()
         newest = saved_in(run)[-1]
+        if policy != "skip":
+            empty(volume)
         resumed = Training(run, **options).train()
         assert resumed.losses == {step: whole[step] for step in range(newest + 1, NUM_STEPS + 1)}
+
+
+def test_a_journal_without_room_does_not_end_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(journal.JournalFile.__init__.__kwdefaults__, "max_bytes", 1800)
+    with tmpfs(tmp_path / "volume", num_bytes=1 << 20) as volume:
+        training = Training(volume / "run", save_every=None, on_full="skip", on_save_error="warn")
+        training.train({3: partial(fill, volume)})
+        assert len(training.losses) == NUM_STEPS
+        off, last_save = warnings_in(caplog)
+        assert off.startswith("the journal is off: ")
+        assert "No space left" in off
+        assert last_save.startswith("the save at step 8 failed")
+        empty(volume)
+        resumed = Training(volume / "run").train()
+        assert resumed.losses == training.losses
+
+
+def test_a_journal_that_cannot_begin_leaves_no_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tmpfs(tmp_path / "volume", num_bytes=1 << 20) as volume:
+        training = Training(volume / "run", save_every=None, on_full="skip", on_save_error="warn")
+        training.train({1: partial(fill, volume)})
+        assert len(training.losses) == NUM_STEPS
+        assert warnings_in(caplog)[0].startswith("the journal is off: ")
+        assert list((volume / "run").glob("journal/*")) == []
+
+
+def test_a_list_of_trainings_without_room_is_a_typed_error_and_stays_as_it_was(
+    tmp_path: Path,
+) -> None:
+    with tmpfs(tmp_path / "volume", num_bytes=1 << 20) as volume:
+        path = volume / "run/trainings.json"
+        KnownRuns(path.parent).begin(trainings.Training("m", "d", {}, {}))
+        before = path.read_bytes()
+        fill(volume)
+        with pytest.raises(DirectoryError, match=r"No space left.*Free space"):
+            KnownRuns(path.parent).begin(trainings.Training("m", "d", {}, {}))
+        assert (path.read_bytes(), list(path.parent.iterdir())) == (before, [path])
