@@ -41,7 +41,9 @@ def train(
     directory: str,
     *,
     on_save_error: Any = "raise",
+    on_full: Any = "raise",
     keep_latest: int = 1,
+    save_every: int = SAVE_EVERY,
     async_save: bool = False,
     width: int = 8,
 ) -> None:
@@ -50,7 +52,9 @@ def train(
     Args:
         directory: the run directory.
         on_save_error: see ``resumekit.run.options.Options``.
+        on_full: the same.
         async_save: the same.
+        save_every: the same.
         keep_latest: the same; 1 lets every save delete the checkpoint before it.
         width: of the hidden layer; a checkpoint has 120 bytes for each of its units.
     """
@@ -77,9 +81,10 @@ def train(
         optimizer=optimizer,
         lr_scheduler=scheduler,
         extras=extras,
-        save_every=SAVE_EVERY,
+        save_every=save_every,
         keep_latest=keep_latest,
         on_save_error=on_save_error,
+        on_full=on_full,
         async_save=async_save,
     )
     with checkpointer:

@@ -11,7 +11,6 @@ import itertools
 import os
 import re
 import shutil
-import subprocess
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from faults_trials import KILLED, Ended, Trial, Trials
+from small_volumes import empty, fill, mounted, tmpfs
 
 from resumekit.storage.directories import StepName
 from resumekit.storage.store import Store
@@ -307,19 +307,59 @@ def test_an_error_on_one_rank_fails_the_save_on_both(rank: int, pairs: Trials) -
     _finish(pairs, trial, world_size=2)
 
 
+SAVES_EACH_STEP = {"save_every": 1, "keep_latest": 4}
+
+
+@pytest.fixture(scope="module")
+def each_step_saved(pairs: Trials) -> Path:
+    """The trace of an undisturbed run that saves each step."""
+    trial = pairs.fresh()
+    assert trial.launch(world_size=2, **SAVES_EACH_STEP).succeeded
+    return trial.trace
+
+
+@pytest.mark.quick("True-skip-1-write:8")
+@pytest.mark.quick("True-prune-1-write:8")
+@pytest.mark.parametrize(
+    ("rank", "call"),
+    [
+        (0, "mkdir:20"),
+        (0, "create:28"),
+        (0, "write:25"),
+        (0, "rename:8"),
+        (1, "create:8"),
+        (1, "write:8"),
+        (1, "fsync:8"),
+    ],
+)
+@pytest.mark.parametrize("policy", ["skip", "prune"])
+@pytest.mark.parametrize("async_save", [False, True])
+def test_all_ranks_train_on_when_the_disk_of_one_is_full(
+    async_save: bool, policy: str, rank: int, call: str, pairs: Trials, each_step_saved: Path
+) -> None:
+    trial = pairs.fresh()
+    options = {**SAVES_EACH_STEP, "on_full": policy, "async_save": async_save}
+    failpoints = f"{call}=EDQUOT"
+    ended = trial.launch(failpoints=failpoints, on_rank=rank, world_size=2, **options)
+    assert ended.succeeded, ended.output
+    shown = "was deleted: the disk is full" if policy == "prune" else "failed, training continues"
+    assert shown in ended.output
+    assert trial.newest_complete() == StepName(7)
+    assert list((trial.run / ".staging").iterdir()) == []
+    verdict = trial.judge(each_step_saved, expect_resume=False)
+    assert verdict.exact, verdict
+
+
 # ---------------------------------------------------------------- real directories
 
 
 @contextmanager
-def _mounted(path: Path, *options: str) -> Iterator[Path]:
-    path.mkdir()
-    done = subprocess.run(["mount", *options, str(path)], capture_output=True, text=True)
-    if done.returncode != 0:
-        pytest.skip(f"mounting needs root here: {done.stderr.strip()}")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", str(path)], check=True)
+def _on_a_small_volume(trial: Trial, path: Path) -> Iterator[Path]:
+    """A volume of 2 MB with the run directory on it."""
+    with tmpfs(path, num_bytes=2 << 20) as volume:
+        shutil.move(trial.run, volume / "run")
+        trial.run.symlink_to(volume / "run")
+        yield volume
 
 
 @pytest.mark.quick("raise")
@@ -328,13 +368,8 @@ def test_a_full_disk_costs_nothing_that_was_saved(
     policy: str, trials: Trials, tmp_path: Path
 ) -> None:
     trial = trials.new()
-    with _mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=2m", "tmpfs") as small:
-        shutil.copytree(trial.run, small / "run")
-        shutil.rmtree(trial.run)
-        trial.run.symlink_to(small / "run")
-        filler = small / "filler"
-        free = os.statvfs(small).f_bavail * os.statvfs(small).f_frsize
-        filler.write_bytes(bytes(free - 40_000))
+    with _on_a_small_volume(trial, tmp_path / "small") as small:
+        fill(small, leave_bytes=40_000)
         before = sorted(trial.run.glob("step-*"))
         ended = trial.launch(on_save_error=policy)
         if policy == "raise":
@@ -345,8 +380,22 @@ def test_a_full_disk_costs_nothing_that_was_saved(
             # The second one is that of the last save.
             assert len(re.findall(r"WARNING: the save at step \d+ failed", ended.output)) == 2
         assert sorted(trial.run.glob("step-*")) == before
-        filler.unlink()
+        empty(small)
         _finish(trials, trial)
+
+
+def test_a_volume_that_is_full_on_two_ranks_skips_the_save_on_both(
+    pairs: Trials, tmp_path: Path
+) -> None:
+    trial = pairs.new()
+    with _on_a_small_volume(trial, tmp_path / "small") as small:
+        fill(small, leave_bytes=40_000)
+        ended = trial.launch(on_full="skip", on_save_error="warn", world_size=2, async_save=True)
+        assert ended.succeeded, ended.output
+        assert len(re.findall(r"WARNING: the save at step \d+ failed", ended.output)) == 2
+        assert "newest checkpoint: step-00000003, a relaunch repeats 4 steps" in ended.output
+        empty(small)
+        _finish(pairs, trial, world_size=2)
 
 
 @pytest.mark.full
@@ -354,23 +403,18 @@ def test_a_disk_that_is_full_to_the_last_byte_is_a_typed_error(
     trials: Trials, tmp_path: Path
 ) -> None:
     trial = trials.new()
-    with _mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=2m", "tmpfs") as small:
-        shutil.copytree(trial.run, small / "run")
-        shutil.rmtree(trial.run)
-        trial.run.symlink_to(small / "run")
-        filler = small / "filler"
-        with pytest.raises(OSError, match="No space"):
-            filler.write_bytes(bytes(2 << 20))
+    with _on_a_small_volume(trial, tmp_path / "small") as small:
+        fill(small)
         ended = trial.launch()
         assert _is_typed(ended), ended.output
         assert "No space left on device" in ended.error
-        filler.unlink()
+        empty(small)
         _finish(trials, trial)
 
 
 def test_a_read_only_directory_is_refused_in_one_clear_line(trials: Trials, tmp_path: Path) -> None:
     trial = trials.new()
-    with _mounted(tmp_path / "view", "--bind", "-o", "ro", str(trial.run)) as view:
+    with mounted(tmp_path / "view", "--bind", "-o", "ro", str(trial.run)) as view:
         writable = trial.run.rename(trial.run.with_name("writable"))
         trial.run.symlink_to(view)
         ended = trial.launch()
