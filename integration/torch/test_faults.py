@@ -324,7 +324,7 @@ def each_step_saved(pairs: Trials) -> Path:
     ("rank", "call"),
     [
         (0, "mkdir:20"),
-        (0, "create:28"),
+        (0, "create:26"),
         (0, "write:25"),
         (0, "rename:8"),
         (1, "create:8"),

@@ -15,6 +15,7 @@ from resumekit.attach.settings import AttachSettings, private_directory, read_se
 from resumekit.attach.trainings import KnownRuns, Training
 from resumekit.errors import ConfigurationError
 from resumekit.log import logger, show_messages
+from resumekit.storage.io.file_system import directory_errors
 
 EXIT_USAGE = 2
 
@@ -73,12 +74,16 @@ class Attachment:
 
         Args:
             directory: of its run.
+
+        Raises:
+            DirectoryError: it cannot be written, as on a full disk.
         """
         os.environ[_TRAINING_PROCESS] = str(os.getpid())
         folder = self._private / _PROCESSES
-        folder.mkdir(exist_ok=True)
-        with (folder / f"{socket.gethostname()}@{os.getpid()}").open("a") as file:
-            file.write(f"{directory.absolute()}\n")
+        with directory_errors(folder, "be written"):
+            folder.mkdir(exist_ok=True)
+            with (folder / f"{socket.gethostname()}@{os.getpid()}").open("a") as file:
+                file.write(f"{directory.absolute()}\n")
 
     def note_script(self, directory: Path, *, logs: bool) -> None:
         """Records that the script has a ``ResumeCallback``, so that none is attached.

@@ -95,10 +95,10 @@ class Options:
         resume_from: the one checkpoint to start from, by name, e.g. ``"step-00000500"``.
         on_save_error: ``"raise"``, or ``"warn"`` to log it and train on; the old checkpoint stays
             either way.
-        on_full: what becomes of a save for which the disk or the quota is too small: ``"raise"`` as
-            ``on_save_error`` says; ``"skip"`` leaves it out with a warning, unless it is the last
-            one of the run; ``"prune"`` deletes the oldest checkpoints until it fits, never the
-            newest or the best. See docs/saving.md.
+        on_full: what becomes of a save for which the disk or the quota is too small: ``"raise"``
+            does as ``on_save_error`` says; ``"skip"`` leaves it out with a warning, unless it is
+            the last one of the run; ``"prune"`` deletes the oldest checkpoints until it fits, never
+            the newest or the best. See docs/saving.md.
         async_save: True copies the state at the safe point and writes it beside the training;
             ``"auto"`` does so where host memory has room for the copy. A failure is raised at a
             later safe point. See ``Checkpointer.wait``.

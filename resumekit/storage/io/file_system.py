@@ -377,21 +377,21 @@ def read_fully(file_system: FileSystem, handle: ReadHandle, offset: int, buffer:
     return done
 
 
-MAKE_ROOM = "Free space or raise the quota first; then a lower keep_latest keeps it free"
-_READ_ONLY = "Choose a directory that this job may write to"
-_REMEDIES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), MAKE_ROOM),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _READ_ONLY),
-    errno.ENOLCK: 'If no other job ever uses it, pass lock="none"',
-}
+MAKE_ROOM = "Free space first; then a lower keep_latest keeps it free"
+_CHOOSE = "Choose a directory that this job may write to"
+_FULL = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), MAKE_ROOM)
+_DENIED = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _CHOOSE)
+_NO_LOCKS = {errno.ENOLCK: 'If no other job ever uses it, pass lock="none"'}
+_REMEDIES = {SaveError: _FULL, DirectoryError: {**_FULL, **_DENIED, **_NO_LOCKS}}
+_Failure = type[SaveError] | type[UnreadableCheckpointError] | type[DirectoryError]
 
 
 def save_errors(path: Path | str) -> AbstractContextManager[None]:
     """Turns an OSError of the body into SaveError.
 
     Raises:
-        SaveError: names the path and the cause; ``errno`` is the cause's. On a full disk or quota
-            it is an InsufficientSpaceError.
+        SaveError: names the path and the cause; ``errno`` is the cause's.
+        InsufficientSpaceError: the same, where the disk or the quota is full.
     """
     return _os_errors(SaveError, str(path), "be written")
 
@@ -418,9 +418,6 @@ def directory_errors(directory: Path, doing: str) -> AbstractContextManager[None
     return _os_errors(DirectoryError, str(directory), doing)
 
 
-_Failure = type[SaveError] | type[UnreadableCheckpointError] | type[DirectoryError]
-
-
 @contextmanager
 def _os_errors(kind: _Failure, where: str, doing: str) -> Iterator[None]:
     try:
@@ -428,7 +425,7 @@ def _os_errors(kind: _Failure, where: str, doing: str) -> Iterator[None]:
     except ResumekitError:
         raise
     except OSError as error:
-        remedy = _REMEDIES.get(error.errno or 0)
+        remedy = _REMEDIES.get(kind, {}).get(error.errno or 0)
         kind = InsufficientSpaceError if kind is SaveError and remedy is MAKE_ROOM else kind
         failure = kind(where, found=f"could not {doing}: {describe(error)}", remedy=remedy)
         failure.errno = error.errno
