@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from faults_trials import KILLED, Ended, Trial, Trials
@@ -307,7 +308,7 @@ def test_an_error_on_one_rank_fails_the_save_on_both(rank: int, pairs: Trials) -
     _finish(pairs, trial, world_size=2)
 
 
-SAVES_EACH_STEP = {"save_every": 1, "keep_latest": 4}
+SAVES_EACH_STEP: dict[str, Any] = {"save_every": 1, "keep_latest": 4}
 
 
 @pytest.fixture(scope="module")

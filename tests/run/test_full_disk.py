@@ -139,7 +139,7 @@ class Training:
                 (before or {}).get(step, lambda: None)()
                 loss = nn.functional.cross_entropy(self.model(inputs), labels)
                 self.optimizer.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 self.optimizer.step()
                 self.losses[step] = float(loss.detach()).hex()
                 self.checkpointer.step(loss=loss)
@@ -511,7 +511,9 @@ def test_a_volume_that_fills_up_costs_no_checkpoint(
 def test_a_journal_without_room_does_not_end_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(journal.JournalFile.__init__.__kwdefaults__, "max_bytes", 1800)
+    defaults = journal.JournalFile.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "max_bytes", 1800)
     with tmpfs(tmp_path / "volume", num_bytes=1 << 20) as volume:
         training = Training(volume / "run", save_every=None, on_full="skip", on_save_error="warn")
         training.train({3: partial(fill, volume)})
