@@ -8,6 +8,7 @@ Example:
 from __future__ import annotations
 
 import inspect
+import signal
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -198,7 +199,10 @@ class ResumeCallback(Callback):
             self._loop.finish(", ".join(reached) or f"stopped at step {trainer.global_step}")
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Nothing new is saved."""
+        """Nothing new is saved; a SIGTERM before the first step gives its exit status."""
+        if trainer.received_sigterm and isinstance(exception, SystemExit) and not exception.code:
+            # lightning 2.6 utilities/exceptions.py SIGTERMException has no code: status 0.
+            exception.code = 128 + signal.SIGTERM
         vars(trainer.strategy).pop("on_train_end", None)
         if self._checkpointer is not None:
             self._checkpointer.__exit__(type(exception), exception, None)

@@ -894,6 +894,20 @@ def test_nothing_is_saved_of_a_step_that_an_exception_has_ended(tmp_path: Path) 
     assert saved_steps(tmp_path)[0] == 24
 
 
+@pytest.mark.parametrize("hook", ["on_sanity_check_start", "on_train_start"])
+def test_a_sigterm_before_the_first_step_is_the_exit_status(tmp_path: Path, hook: str) -> None:
+    def terminate(trainer: Any, pl_module: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)  # lightning 2.6 has registered its handler
+
+    listener = Callback()
+    setattr(listener, hook, terminate)
+    sanity: dict[str, Any] = {"num_sanity_val_steps": 2} if hook == "on_sanity_check_start" else {}
+    with pytest.raises(SystemExit) as ended:
+        fit(listener, ResumeCallback(tmp_path), val=validation(), **sanity)
+    assert ended.value.code == 128 + signal.SIGTERM
+    fit(ResumeCallback(tmp_path), max_epochs=2)
+
+
 def test_one_callback_serves_fit_after_fit_and_nothing_else(tmp_path: Path) -> None:
     saving = ResumeCallback(tmp_path, save_every=5)
     trainer = fit(saving)

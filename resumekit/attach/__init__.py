@@ -11,6 +11,7 @@ from resumekit.attach.attachment import (
     Attachment,
     current_attachment,
     exit_on_usage_error,
+    note_loop,
     run_directories,
     training_processes,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "has_imported_trainer",
     "lines_for_loop",
     "note_import",
+    "note_loop",
     "observed_environment",
     "replace_checkpoint",
     "run_directories",

@@ -24,7 +24,10 @@ OnFirst: TypeAlias = Callable[[Callable[[], Path]], Path]
 # Names the process that trains. What that process starts is no part of the training.
 _TRAINING_PROCESS = "PYTHONRESUMEKIT_TRAINS"
 
-_PROCESSES = "processes"
+# The same of a loop that the user writes.
+_LOOP_PROCESS = "PYTHONRESUMEKIT_LOOP"
+
+_PROCESSES, _LOOPS = "processes", "loops"
 
 
 class Attachment:
@@ -80,10 +83,8 @@ class Attachment:
         """
         os.environ[_TRAINING_PROCESS] = str(os.getpid())
         folder = self._private / _PROCESSES
-        with directory_errors(folder, "be written"):
-            folder.mkdir(exist_ok=True)
-            with (folder / f"{socket.gethostname()}@{os.getpid()}").open("a") as file:
-                file.write(f"{directory.absolute()}\n")
+        with directory_errors(folder, "be written"), _note(folder).open("a") as file:
+            file.write(f"{directory.absolute()}\n")
 
     def note_script(self, directory: Path, *, logs: bool) -> None:
         """Records that the script has a ``ResumeCallback``, so that none is attached.
@@ -105,10 +106,31 @@ def current_attachment() -> Attachment | None:
     return None if private is None else Attachment(read_settings(private), private)
 
 
+def note_loop(settings: Mapping[str, str]) -> None:
+    """Records that this process has a Checkpointer, unless one above it has; an activation.
+
+    Args:
+        settings: ``private``, the launcher's directory.
+    """
+    if os.environ.setdefault(_LOOP_PROCESS, str(os.getpid())) == str(os.getpid()):
+        _note(Path(settings["private"], _LOOPS)).touch()
+
+
 def training_processes(private: Path) -> list[int]:
-    """The ids of the processes on this node in which a Trainer has begun to train."""
-    names = (path.name.rpartition("@") for path in (private / _PROCESSES).glob("*"))
-    return sorted(int(pid) for host, _, pid in names if host == socket.gethostname())
+    """The ids of the processes on this node in which a Trainer has begun to train.
+
+    If there is none, of those that have a Checkpointer.
+    """
+    for name in (_PROCESSES, _LOOPS):
+        notes = (path.name.rpartition("@") for path in (private / name).glob("*"))
+        if found := [int(pid) for host, _, pid in notes if host == socket.gethostname()]:
+            return sorted(found)
+    return []
+
+
+def _note(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    return folder / f"{socket.gethostname()}@{os.getpid()}"
 
 
 def run_directories(private: Path) -> set[Path]:

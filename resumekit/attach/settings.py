@@ -72,7 +72,11 @@ def attached_environment(
     (information / "METADATA").write_text(_METADATA)
     (information / "entry_points.txt").write_text(_ENTRY_POINTS)
     (private / _FILE).write_text(json.dumps(asdict(settings)))
-    return observed_environment(prepared_environment(environment, private, _ACTIVATIONS), private)
+    loop = Activation(
+        "resumekit.checkpointer", "resumekit.attach:note_loop", {"private": str(private)}
+    )
+    environment = prepared_environment(environment, private, (*_ACTIVATIONS, loop))
+    return observed_environment(environment, private)
 
 
 def observed_environment(environment: Mapping[str, str], private: Path) -> dict[str, str]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from resumekit.launcher.environment import (
     VARIABLE,
     Activation,
+    marker_of,
     option_against_environment,
     prepared_environment,
     refuse_launched,
@@ -21,6 +22,7 @@ from resumekit.launcher.environment import (
 __all__ = [
     "VARIABLE",
     "Activation",
+    "marker_of",
     "option_against_environment",
     "prepared_environment",
     "refuse_launched",

@@ -62,6 +62,11 @@ def prepared_environment(
     return {**environment, "PYTHONPATH": os.pathsep.join(paths), VARIABLE: str(listed)}
 
 
+def marker_of(directory: Path) -> str:
+    """``NAME=value`` that only processes with the environment prepared in a directory have."""
+    return f"{VARIABLE}={directory / LIST_NAME}"
+
+
 def refuse_launched(environment: Mapping[str, str], command: str) -> None:
     """Raises ConfigurationError where a launcher has started this process, unless for a replay.
 

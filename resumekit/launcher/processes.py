@@ -21,6 +21,7 @@ import psutil
 from resumekit.errors import ConfigurationError
 
 _POLL_SECONDS = 0.002
+_GRACE_POLL_SECONDS = 0.02
 _GONE_TIMEOUT_SECONDS = 30.0
 _TAIL_LINES = 15
 
@@ -72,10 +73,7 @@ class Launch(subprocess.Popen[bytes]):
         Returns:
             How many processes were killed.
         """
-        deadline = time.monotonic() + grace_seconds
-        while time.monotonic() < deadline and processes_of(self.pid, self._marker):
-            time.sleep(_POLL_SECONDS)
-        num_killed = kill_processes(self.pid, self._marker)
+        num_killed = kill_processes(self.pid, self._marker, grace_seconds=grace_seconds)
         self.wait()
         return num_killed
 
@@ -107,58 +105,84 @@ def handled_signals(handler: Callable[..., Any] | int, *signals: int) -> Iterato
             signal.signal(number, earlier)
 
 
-def kill_processes(root: int, marker: str = "") -> int:
+def kill_processes(root: int | None, marker: str = "", *, grace_seconds: float = 0.0) -> int:
     """SIGKILLs a process, its session, its descendants and all that have the marker.
 
     Returns when none of them runs any more (zombies that nobody reaps do not count).
 
     Args:
-        root: the id of the process that was started, the leader of its own session.
-        marker: ``NAME=value`` in the environment of processes that may be neither its descendants
-            nor in its session.
+        root: see ``processes_of``.
+        marker: see ``processes_of``.
+        grace_seconds: how long they may take to end by themselves.
 
     Returns:
-        How many processes were found.
+        How many processes were killed.
 
     Raises:
         TimeoutError: one of them did not die, e.g. it hangs in the kernel.
     """
-    seen: set[int] = set()
+    # A child whose parent has ended may not be found again, and still runs.
+    seen = _find(root, marker)
+    deadline = time.monotonic() + grace_seconds
+    while time.monotonic() < deadline and any(map(_runs, seen)):
+        time.sleep(_GRACE_POLL_SECONDS)
+        seen |= _find(root, marker)
+    killed: set[psutil.Process] = set()
     deadline = time.monotonic() + _GONE_TIMEOUT_SECONDS
-    while True:
-        found = processes_of(root, marker)
+    while found := {each for each in seen | _find(root, marker) if _runs(each)}:
         seen |= found
+        killed |= found
         # The group first: one call reaches all of it at the same instant.
-        if found:
+        if root is not None:
             with suppress(ProcessLookupError, PermissionError):  # nobody is left in it
                 os.killpg(root, signal.SIGKILL)
-        for pid in found:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        # A child whose parent has died already is not found again, and may still be dying.
-        if not found and not any(is_running(pid) for pid in seen):
-            return len(seen)
+        for process in found:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         if time.monotonic() > deadline:
-            raise TimeoutError(f"processes {sorted(seen)} are still there after SIGKILL")
+            pids = sorted(each.pid for each in found)
+            raise TimeoutError(f"processes {pids} are still there after SIGKILL")
         time.sleep(_POLL_SECONDS)
+    return len(killed)
 
 
 def is_running(pid: int) -> bool:
     """Whether a process is there and not a zombie."""
     with suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        return _runs(psutil.Process(pid))
     return False
 
 
-def processes_of(root: int, marker: str = "") -> set[int]:
-    """The ids of the living processes of one launch."""
+def processes_of(root: int | None, marker: str = "") -> set[int]:
+    """The ids of the living processes of one launch.
+
+    Args:
+        root: the id of the process that was started, the leader of its own session; None where it
+            is not known.
+        marker: ``NAME=value`` in the environment of processes that may be neither its descendants
+            nor in its session.
+    """
+    return {each.pid for each in _find(root, marker)}
+
+
+def _find(root: int | None, marker: str) -> set[psutil.Process]:
     name, _, value = marker.partition("=")
-    found = {root}  # also before it leads a session
-    with suppress(psutil.NoSuchProcess):
-        found.update(each.pid for each in psutil.Process(root).children(recursive=True))
+    found: set[psutil.Process] = set()
+    if root is not None:
+        with suppress(psutil.NoSuchProcess):
+            leader = psutil.Process(root)
+            found = {leader, *leader.children(recursive=True)}  # also before it leads a session
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):  # it ended meanwhile, or belongs to somebody else
-            is_marked = os.getsid(process.pid) == root
-            if is_marked or (name and process.environ().get(name) == value):
-                found.add(process.pid)
-    return {pid for pid in found if pid != os.getpid() and is_running(pid)}
+            is_in_session = root is not None and os.getsid(process.pid) == root
+            if is_in_session or (name and process.environ().get(name) == value):
+                found.add(process)
+    return {each for each in found if each.pid != os.getpid() and _runs(each)}
+
+
+def _runs(process: psutil.Process) -> bool:
+    # psutil.Process.is_running: the id may belong to another process by now.
+    with suppress(psutil.NoSuchProcess):
+        ended = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        return process.is_running() and process.status() not in ended
+    return False

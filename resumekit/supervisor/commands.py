@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
+from resumekit.attach import training_processes
 from resumekit.errors import ConfigurationError
 from resumekit.launcher import option_against_environment, refuse_launched
 
@@ -55,6 +59,27 @@ _LAUNCHERS = (
 # The default of torchrun --signals-to-handle lacks the signal that schedulers send in advance.
 # torch 2.13 distributed/argparse_util.py env: an option's default is read from the environment.
 SIGNALS_OF_TORCHRUN = {"PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"}
+
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+def forward_signal(number: int, command: Sequence[str], private: Path, root: int) -> None:
+    """Sends a signal to those processes of a command that can save and leave.
+
+    Args:
+        number: of the signal.
+        command: program and arguments.
+        private: the launcher's directory.
+        root: the id of the process that was started.
+    """
+    launcher = launcher_of(command)
+    # A shell or another launcher may forward no signal; loader workers need none.
+    forwards = launcher is not None and launcher.forwards
+    targets = [] if forwards else training_processes(private)
+    for pid in targets or [root]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def launcher_of(command: Sequence[str]) -> Launcher | None:

@@ -8,7 +8,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -17,15 +16,18 @@ from resumekit.attach import (
     attached_environment,
     lines_for_loop,
     run_directories,
-    training_processes,
 )
 from resumekit.launcher import VARIABLE
 from resumekit.launcher.processes import Launch, handled_signals
-from resumekit.supervisor.commands import SIGNALS_OF_TORCHRUN, check_command, launcher_of
+from resumekit.supervisor.commands import (
+    FORWARDED,
+    SIGNALS_OF_TORCHRUN,
+    check_command,
+    forward_signal,
+)
 from resumekit.supervisor.policy import RestartPolicy, exit_status
 from resumekit.supervisor.run_progress import RunProgress, read_progress
-
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+from resumekit.supervisor.watcher import Watcher
 
 
 class Supervisor:
@@ -72,16 +74,18 @@ class Supervisor:
         Returns:
             Its last exit status; 128 plus the number of the signal that ended it.
         """
-        with handled_signals(self._receive, *_FORWARDED):
+        with handled_signals(self._receive, *FORWARDED):
+            watcher = Watcher(self._command, self._private)
             try:
-                return self._run()
+                return self._run(watcher)
             finally:
                 shutil.rmtree(self._private, ignore_errors=True)
+                watcher.end()
 
-    def _run(self) -> int:
+    def _run(self, watcher: Watcher) -> int:
         before = self._progress()
         while True:
-            status = self._launch()
+            status = self._launch(watcher)
             attached = run_directories(self._private)
             self._directories |= attached
             if not attached:
@@ -108,16 +112,18 @@ class Supervisor:
     def _progress(self) -> RunProgress:
         return read_progress(sorted(self._directories))
 
-    def _launch(self) -> int:
+    def _launch(self, watcher: Watcher) -> int:
         """The exit status of one launch, of which no process is left."""
         shutil.rmtree(self._private, ignore_errors=True)
         environment = {**SIGNALS_OF_TORCHRUN, **os.environ}
         environment = attached_environment(environment, self._private, self._settings)
         # In a session of its own, so that Ctrl-C comes once: from here.
         self._process = process = Launch(self._command, environment, marker=VARIABLE)
+        watcher.follow(process.pid)
         if self._received is not None:  # between the check and the start
             self._forward(self._received)
         status = exit_status(process.wait())
+        watcher.follow(None)
         self._process = None
         if status != 0:
             # Ranks may outlive their launcher, and would keep the run directory.
@@ -129,16 +135,8 @@ class Supervisor:
         self._forward(self._received)
 
     def _forward(self, received: signal.Signals) -> None:
-        process = self._process
-        if process is None:
-            return
-        launcher = launcher_of(self._command)
-        # A shell or another launcher may forward no signal; loader workers need none.
-        forwards = launcher is not None and launcher.forwards
-        targets = [] if forwards else training_processes(self._private)
-        for pid in targets or [process.pid]:
-            with suppress(ProcessLookupError):
-                os.kill(pid, received)
+        if self._process is not None:
+            forward_signal(received, self._command, self._private, self._process.pid)
 
     def _advise(self) -> None:
         lines = lines_for_loop(self._private, os.path.relpath(self._settings.directory))

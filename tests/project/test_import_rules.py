@@ -231,12 +231,12 @@ BUDGET: dict[str, int] = {
     "shared_files": 20,
     "replay": 600,  # 20: to which step each thing was compared
     "frameworks": 770,  # 20: the RNG states that DeepSpeed tracks
-    "launcher": 230,  # has the one starter of processes
-    "attach": 360,
+    "launcher": 240,  # has the one starter of processes; 10: what a parent's end hides
+    "attach": 370,  # 10: the processes that have a Checkpointer
     "adapters": 2_540,  # 20: the accumulation window of Accelerate
     "recorder": 570,
     "prove": 2_230,  # has the likely causes, for the terminal and the page
-    "supervisor": 290,
+    "supervisor": 330,  # 40: the end of a command whose supervisor was killed
     "testing": 1_640,
     "demo": 140,
     "demo_script": 90,
