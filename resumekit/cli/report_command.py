@@ -23,10 +23,16 @@ def report(
         bool, typer.Option("--png", help="Also write a picture of the page; needs Chromium.")
     ] = False,
 ) -> None:
-    """Write one self-contained HTML file about a run. Changes nothing in the run directory."""
+    """Write one self-contained HTML file about a run. Changes nothing in the run directory.
+
+    Exit code 1 if it shows a checkpoint that cannot be used.
+    """
     from resumekit.html_report import read_run, run_page
 
     existing(directory)
     file = output or Path(f"{directory.resolve().name}.html")
     require_file_path(file, without=(directory,))
-    write_file(run_page(read_run(directory)), file, png=png)
+    facts = read_run(directory)
+    write_file(run_page(facts), file, png=png)
+    if any(checkpoint.problem for checkpoint in facts.checkpoints):
+        raise typer.Exit(1)
