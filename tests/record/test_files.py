@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from small_volumes import fill, tmpfs
 
 from resumekit.record.conditions import Header
 from resumekit.record.journal import (
@@ -101,6 +102,18 @@ def test_a_file_never_grows_above_its_limit(tmp_path: Path) -> None:
     found = steps_in(tmp_path)
     assert found[-50:] == [*range(9951, 10_001)]
     assert found[0] % 100 == 0
+
+
+def test_a_file_that_cannot_be_thinned_closes_no_other_one(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "volume", num_bytes=1 << 20) as volume:
+        file = write(volume, range(1, 11), max_bytes=20 * RECORD_BYTES)
+        fill(volume)
+        with pytest.raises(OSError, match="No space left"):
+            file.append(b"".join(Record(step).to_bytes() for step in range(11, 26)))
+        other = os.open(os.devnull, os.O_RDONLY)
+        file.close()
+        os.close(other)
+        assert steps_in(volume) == [*range(1, 26)]
 
 
 def test_files_of_earlier_attempts_are_thinned_and_then_removed(tmp_path: Path) -> None:
