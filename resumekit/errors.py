@@ -18,6 +18,7 @@ derives from the builtin that a caller would expect, so ``except ValueError`` ke
     ├── CheckpointError (RuntimeError)       a checkpoint on disk cannot be used
     │   ├── CheckpointNotFoundError (LookupError) a checkpoint that the user names is missing
     │   ├── CorruptCheckpointError           proven damage: a digest, a size, a manifest
+    │   ├── InvalidStateError                intact, but a state is not one that resumekit writes
     │   ├── ForeignCheckpointError           intact, but of another run
     │   ├── FormatVersionError               written by a newer version of the format
     │   ├── UnreadableCheckpointError (OSError) an I/O error; it may succeed the next time
@@ -152,6 +153,10 @@ class CheckpointNotFoundError(CheckpointError, LookupError):
 
 class CorruptCheckpointError(CheckpointError):
     """Proven damage: a digest, a size, a name or the manifest itself is wrong."""
+
+
+class InvalidStateError(CheckpointError):
+    """The bytes are intact, and a state is not one that resumekit writes. It is not moved."""
 
 
 class ForeignCheckpointError(CheckpointError):

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 from torch.utils.data import DataLoader
 
 from resumekit.adapters.accelerate._private import ITERATION
-from resumekit.capture.nested_state import require_fields
-from resumekit.capture.rng import generator_state, set_generator_state
+from resumekit.capture.rng import GeneratorState, generator_state, set_generator_state
 from resumekit.data.loader_traits import LoaderTraits, is_seeded_by_epoch
 from resumekit.data.position import DEFAULT_NAME
 from resumekit.data.source import Source
 from resumekit.errors import ConfigurationError
 from resumekit.log import logger
-from resumekit.state import AfterRng, Resplit, Slot, WorldChange
+from resumekit.state import AfterRng, Checked, Count, Resplit, Slot, WorldChange
 
 KEY = f"{Slot.CALLBACKS.value}/loaders"
 
@@ -66,7 +65,17 @@ def _is_skipped(loader: Any) -> bool:
     return by_sampler or by_loader
 
 
-class OtherLoaders(AfterRng):
+class _LoaderState(TypedDict):
+    iteration: Count
+    generators: dict[str, GeneratorState]
+
+
+class _LoadersState(TypedDict):
+    num_loaders: Count
+    beside: dict[str, _LoaderState]
+
+
+class OtherLoaders(Checked, AfterRng):
     """The number of iterations and the generators of loaders that no loop draws from.
 
     Both decide the next order. accelerate 1.15 data_loader.py: for several ranks
@@ -76,6 +85,8 @@ class OtherLoaders(AfterRng):
         loaders: all that were prepared.
         sources: gives what the loops draw from.
     """
+
+    schema = _LoadersState
 
     def __init__(self, loaders: list[Any], sources: Callable[[], Collection[Source]]) -> None:
         self._loaders = loaders
@@ -89,11 +100,6 @@ class OtherLoaders(AfterRng):
             return self._pending
         others = {str(number): _state(*each) for number, *each in self._others()}
         return {"num_loaders": len(self._loaders), "beside": others}
-
-    def check_state_dict(self, state: Any) -> None:
-        require_fields(KEY, state, {"num_loaders": int, "beside": dict})
-        for each in state["beside"].values():
-            require_fields(KEY, each, {"iteration": int, "generators": dict})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Keeps the state until ``after_rng_restore``: a script may evaluate before it trains."""

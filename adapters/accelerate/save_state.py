@@ -11,11 +11,11 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from resumekit.adapters.accelerate._private import LOAD_STATE
 from resumekit.capture.objects import AttributeState
-from resumekit.state import Slot
+from resumekit.state import Count, Slot
 
 # In the folder of a save_state, which Accelerate fills.
 MARK = "resumekit.json"
@@ -84,6 +84,16 @@ def marked_step(folder: Path | None, run_id: str) -> int | None:
 _SYNC, _WINDOW, _WINDOW_AT_START = "sync_gradients", "window", "window_at_start"
 
 
+class _OptionalCounts(TypedDict, total=False):
+    sync_gradients: bool
+    window: Count
+    window_at_start: Count
+
+
+class _CountsState(_OptionalCounts):
+    step: Count
+
+
 class AcceleratorCounts(AttributeState):
     """The accumulation window; numbers of ``save_state`` folders continue.
 
@@ -93,6 +103,8 @@ class AcceleratorCounts(AttributeState):
     new process would be named checkpoint_0 again, which is an error, and with ``total_limit`` the
     newest ones would be deleted as the oldest.
     """
+
+    schema = _CountsState
 
     def __init__(self, accelerator: Any) -> None:
         super().__init__(accelerator, ["step"], key=f"{Slot.CALLBACKS.value}/accelerator")

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -22,11 +22,26 @@ from resumekit.adapters.lightning._private import (
     strategies,
 )
 from resumekit.adapters.lightning.loader import loader_fidelity, under_rng_state
-from resumekit.capture.rng import RngState, generator_state, set_generator_state
+from resumekit.capture.nested_state import structure_mismatches
+from resumekit.capture.rng import (
+    GeneratorState,
+    RngState,
+    RngStates,
+    generator_state,
+    set_generator_state,
+)
 from resumekit.capture.user_state.user_state import UserState
 from resumekit.data.loader_traits import LoaderTraits
+from resumekit.errors import InvalidStateError
 from resumekit.run.loops import FrameworkLoop
-from resumekit.state import CaptureLine, ComponentState, Fidelity, SharingPattern, StateComponent
+from resumekit.state import (
+    CaptureLine,
+    Checked,
+    Count,
+    Fidelity,
+    SharingPattern,
+    StateComponent,
+)
 
 _KEY = "callbacks/lightning"
 
@@ -39,13 +54,43 @@ _METRICS = {
 }
 
 
-class LoopState(ComponentState):
+class _Requested(TypedDict):
+    epoch: Count
+    rng: RngStates
+
+
+class _Logged(TypedDict):
+    sums: dict[str, Any]
+    begins_with: dict[str, Any]
+    last: torch.Tensor | None
+    meta: dict[str, Any] | None
+
+
+class _LoopFields(TypedDict):
+    loops: dict[str, Any]
+    logged: dict[str, _Logged]
+    is_first_batch: bool | None
+    metrics: dict[str, Any]
+    logged_metrics: dict[str, Any]
+    progress_bar_metrics: dict[str, Any]
+    accumulate_grad_batches: Count
+    should_stop: bool
+    requested: _Requested | None
+    validation_requested: _Requested | None
+    validated_in: float | None
+    keeps_workers: bool
+    validation: list[dict[str, GeneratorState]]
+
+
+class LoopState(Checked):
     """The counts of Lightning's loops, the sums of the current epoch, and requested loaders.
 
     Lightning's own restart omits what was due at the last batch. So the loops enter the interrupted
     epoch like any other, and their state is restored when they ask for a batch.
     lightning 2.6 loops/fit_loop.py ``reset``, loops/training_epoch_loop.py ``reset``, ``advance``.
     """
+
+    schema = _LoopFields
 
     def __init__(self, trainer: Any, ask: Callable[[], FrameworkLoop]) -> None:
         self._trainer = trainer
@@ -85,6 +130,12 @@ class LoopState(ComponentState):
             or any(private.ITERATOR.of(each) for each in self._validation()),
             "validation": self._validated or [_states(each) for each in self._validation()],
         }
+
+    def check_content(self, key: str, state: Any) -> None:
+        super().check_content(key, state)
+        live = self._trainer.fit_loop.epoch_loop.state_dict(prefix="epoch_loop.")
+        for each in structure_mismatches(state["loops"], live, may_lack=True):
+            raise InvalidStateError(f"{key}: loops{each.where}", found=each.found)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Restores all but what the first batch decides."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from safetensors.torch import save
@@ -29,6 +29,7 @@ from resumekit.capture.user_state.user_state import UserState
 from resumekit.frameworks.accelerate import accelerator_components
 from resumekit.state import (
     CLOCK_SUFFIXES,
+    Count,
     Fidelity,
     Resplit,
     SharingPattern,
@@ -66,8 +67,22 @@ class _SameOnAllRanks(AttributeState):
         return dict(states[0]), ()
 
 
+class _OptionalSums(TypedDict, total=False):
+    _metrics: dict[str, Any]  # of TRL
+    _total_train_tokens: float
+
+
+class _SumsState(_OptionalSums):
+    _tr_loss: torch.Tensor
+    _total_loss_scalar: float
+    _globalstep_last_logged: Count
+    current_flos: float
+
+
 class _Sums(AttributeState):
     """Losses and counts since the last line of the log."""
+
+    schema = _SumsState
 
     def __init__(self, trainer: Any, *, progress: Callable[[], Progress]) -> None:
         self._trainer = trainer
@@ -115,7 +130,22 @@ def trainer_settings(trainer: Any) -> dict[str, Any]:
     return {_TRAINER_STATE: {**settings, "samples": length}}
 
 
+class _TrainerFields(TypedDict, total=False):
+    """Of ``TrainerState``; other versions may have fewer."""
+
+    epoch: float | None
+    global_step: Count
+    num_input_tokens_seen: float
+    total_flos: float
+    log_history: list[dict[str, Any]]
+    best_metric: Any
+    best_global_step: Count | None
+    best_model_checkpoint: str | None
+
+
 class _TrainerState(_SameOnAllRanks):
+    schema = _TrainerFields
+
     def __init__(self, trainer: Any, progress: Callable[[], Progress]) -> None:
         super().__init__(trainer.state, private.STATE, key=_TRAINER_STATE)
         self._trainer = trainer

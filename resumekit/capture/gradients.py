@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from resumekit.capture.ddp_buckets import GradientBuckets
 from resumekit.capture.fsdp1 import FlatModelState
 from resumekit.capture.gradient_watch import FlatGradients, GradientWatch, StorageWatch
 from resumekit.capture.model import ModelState, RankBuffers, by_clean_name
-from resumekit.capture.nested_state import Mismatch, fits, refuse, require_fields
+from resumekit.capture.nested_state import Mismatch, fits, refuse
 from resumekit.capture.slots import OptimizerParameters
 from resumekit.capture.user_state.user_state import UserState
 from resumekit.errors import ConfigurationError, StateMismatchError
@@ -25,6 +25,8 @@ from resumekit.serialization.digests import state_digest
 from resumekit.serialization.sharding import is_sharded, local_part, sharded_like
 from resumekit.state import (
     AfterRng,
+    Checked,
+    Count,
     Renamed,
     Renaming,
     Resplit,
@@ -46,7 +48,31 @@ _ZEROS = "zeros"  # steps begin with zeros, which are not stored
 Named = Mapping[str, Tensor]
 
 
-class AccumulatedGradients(Renamed, AfterRng):
+class _NotNeeded(TypedDict):
+    """No gradient outlives its step."""
+
+
+class _Sparse(TypedDict):
+    indices: Tensor
+    values: Tensor
+    size: list[Count]
+    is_coalesced: bool
+
+
+class _Shard(TypedDict):
+    local: Tensor
+    placements: list[str]
+    size: list[Count]
+    mesh: list[Count]
+    coordinate: list[Count] | None
+
+
+class _GradientsState(TypedDict):
+    reason: Literal["window", "carried", "unknown", "zeros"]
+    gradients: dict[str, Tensor | _Sparse | _Shard | None]
+
+
+class AccumulatedGradients(Checked, Renamed, AfterRng):
     """This rank's ``.grad`` of some parameters, while training still needs them.
 
     Args:
@@ -55,6 +81,8 @@ class AccumulatedGradients(Renamed, AfterRng):
         key: the component's key, for errors.
         flat: gives the parameters of a model under FSDP1.
     """
+
+    schema = _NotNeeded | _GradientsState
 
     def __init__(
         self,
@@ -121,7 +149,6 @@ class AccumulatedGradients(Renamed, AfterRng):
         """Refuses a gradient without a parameter, of another shape or of another shard."""
         if not state:
             return
-        require_fields(self.key, state, {"reason": str, "gradients": dict})
         problems = list(self._mismatches(state["gradients"]))
         if state["reason"] != _UNKNOWN:
             refuse(self.key, problems, remedy=_REMEDY)

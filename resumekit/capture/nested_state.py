@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import product, zip_longest
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from resumekit.errors import StateMismatchError
+from resumekit.errors import IncompleteLoadError, ResumekitError, StateMismatchError
 from resumekit.serialization.sharding import FlatPart, fill, is_sharded, local_part
 from resumekit.state import ComponentState
 
@@ -307,10 +309,91 @@ def paired(saved: Any, live: Any, where: str = "") -> Iterator[tuple[str, Any, A
             if key in live:
                 yield from paired(item, live[key], f"{where}[{key!r}]")
     elif isinstance(saved, (list, tuple)) and isinstance(live, (list, tuple)):
+        if isinstance(saved, tuple) and len(saved) != len(live):
+            yield where, saved, live
         for index, (item, partner) in enumerate(zip(saved, live, strict=False)):
             yield from paired(item, partner, f"{where}[{index}]")
     else:
         yield where, saved, live
+
+
+def structure_mismatches(
+    saved: Any, live: Any, where: str = "", *, may_lack: bool = False
+) -> Iterator[Mismatch]:
+    """Where a saved state has no such key, or another kind of value, than a live one.
+
+    Args:
+        saved: it may have more keys and items: states grow.
+        live: what is None may become anything.
+        where: the path of both.
+        may_lack: whether it may have fewer keys.
+    """
+    if isinstance(saved, Mapping) and isinstance(live, Mapping):
+        for key, partner in live.items():
+            path = f"{where}[{key!r}]"
+            if key in saved:
+                yield from structure_mismatches(saved[key], partner, path, may_lack=may_lack)
+            elif not may_lack:
+                yield Mismatch(path, "missing in the checkpoint", describe(partner))
+    elif isinstance(saved, (list, tuple)) and isinstance(live, (list, tuple)):
+        for index, (item, partner) in enumerate(zip(saved, live, strict=False)):
+            yield from structure_mismatches(item, partner, f"{where}[{index}]", may_lack=may_lack)
+    elif (live is not None and not is_same_sort(saved, live)) or (
+        isinstance(saved, Tensor) and isinstance(live, Tensor) and saved.dim() != live.dim()
+    ):
+        yield Mismatch.changed(where, describe(saved), describe(live))
+
+
+_SORTS: tuple[Any, ...] = (
+    (bool, int, float, complex, np.generic, np.ndarray, Tensor),
+    (str, bytes, bytearray),
+    (Mapping,),
+    (list, tuple, deque, Set),
+)
+
+
+def is_same_sort(value: Any, other: Any) -> bool:
+    """Whether one may become the other as training goes: a number a tensor, a list a tuple."""
+    sorts = [
+        next((sort for sort in _SORTS if isinstance(each, sort)), type(each))
+        for each in (value, other)
+    ]
+    return bool(sorts[0] == sorts[1])
+
+
+def require_loadable(key: str, live: Any, saved: Any) -> None:
+    """Raises StateMismatchError where a copy of an object does not load a state; changes nothing.
+
+    A state of the live one's structure is not tried, nor is an object that cannot be copied.
+    """
+    suspect = next(structure_mismatches(saved, live.state_dict()), None)
+    if suspect is None:
+        return
+    try:
+        trial = copy.deepcopy(live)
+    except Exception:  # noqa: BLE001 - the user's objects raise anything
+        return
+    try:
+        trial.load_state_dict(Restorer()(None, saved))
+    except Exception as error:  # noqa: BLE001 - the same
+        found = f"{suspect.found}, and its load_state_dict raises {error!r:.100}"
+        remedy = f"Give it a load_state_dict for this state, or pass exclude={{{key!r}}}"
+        refuse(key, [replace(suspect, found=found)], remedy=remedy)
+
+
+@contextmanager
+def live_load(key: str) -> Iterator[None]:
+    """What is raised while live objects change is an IncompleteLoadError."""
+    try:
+        yield
+    except ResumekitError:
+        raise
+    except Exception as error:
+        raise IncompleteLoadError(
+            key,
+            found=f"its state could not be loaded ({error!r:.200}), and live objects are changed",
+            remedy=f"End this process, and correct load_state_dict or pass exclude={{{key!r}}}",
+        ) from error
 
 
 def leaves(state: Any) -> Iterator[Any]:

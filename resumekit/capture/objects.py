@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -20,14 +21,25 @@ from resumekit.capture.nested_state import (
     class_name,
     describe,
     fits,
+    live_load,
     refuse,
     require_class,
     require_fields,
+    require_loadable,
+    structure_mismatches,
 )
 from resumekit.errors import StateMismatchError, UnsupportedValueError
 from resumekit.serialization.digests import leaves_of
 from resumekit.serialization.tensors import StatePath
-from resumekit.state import ComponentState, Renamed, Renaming, Resplit, Stateful, WorldChange
+from resumekit.state import (
+    Checked,
+    ComponentState,
+    Renamed,
+    Renaming,
+    Resplit,
+    Stateful,
+    WorldChange,
+)
 
 _REMEDY = "Build the object as it was when the checkpoint was written"
 
@@ -70,6 +82,7 @@ class ObjectState(Renamed):
         if self.weights is None:
             require_fields(self.key, state, {"class": str, "opaque": object})
             require_class(self.key, state["class"], self.given, remedy=_REMEDY)
+            require_loadable(self.key, self.given, state["opaque"])
             return
         require_fields(self.key, state, {"weights": dict, "counters": dict})
         self.weights.check_state_dict(state["weights"])
@@ -131,7 +144,21 @@ class ObjectState(Renamed):
 # ---------------------------------------------------------------- gradient scalers
 
 
-class ScalerState(ComponentState):
+def _scale_mismatches(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Iterator[Mismatch]:
+    """What the load of a scaler would take, and its next update would not."""
+    yield from structure_mismatches(saved, live)
+    for name, value in live.items():
+        is_number = isinstance(value, float) and isinstance(saved[name], (int, float))
+        if isinstance(value, int) and type(saved[name]) is not type(value):
+            yield Mismatch.changed(name, describe(saved[name]), describe(value))
+        elif is_number and not (math.isfinite(saved[name]) and saved[name] > 0):
+            yield Mismatch(name, f"{saved[name]} in the checkpoint", "a positive number")
+
+
+_ScalerState = TypedDict("_ScalerState", {"class": str, "values": dict[str, Any]})
+
+
+class ScalerState(Checked):
     """The state of a ``torch.amp.GradScaler`` or of any object with its methods.
 
     Where the checkpoint has no scaler or a disabled one, the live one keeps its initial state, and
@@ -141,6 +168,8 @@ class ScalerState(ComponentState):
         scaler: the scaler, enabled or not.
         key: the component's key, for errors.
     """
+
+    schema = _ScalerState
 
     def __init__(self, scaler: Any, *, key: str = "grad_scaler") -> None:
         self.scaler = scaler
@@ -154,13 +183,13 @@ class ScalerState(ComponentState):
         return {"class": class_name(self.scaler), "values": self.scaler.state_dict()}
 
     def check_state_dict(self, state: Any) -> None:
-        """Refuses a state that lacks values of an enabled scaler."""
-        require_fields(self.key, state, {"values": dict})
+        """Refuses a state that lacks values of an enabled scaler, or has others."""
         live, saved = self.scaler.state_dict(), state["values"]
         absent = [name for name in live if name not in saved] if saved else []
         refuse(
             self.key,
-            [Mismatch(name, "not in the checkpoint", "a value, as in this run") for name in absent],
+            [Mismatch(name, "not in the checkpoint", "a value, as in this run") for name in absent]
+            or ([*_scale_mismatches(saved, live)] if live and saved else []),
             remedy=f"Pass exclude={{{self.key!r}}} to start with a fresh scaler",
         )
 
@@ -193,7 +222,16 @@ _PLAIN = (
 )
 
 
-class Extras(ComponentState):
+class _OptionalExtras(TypedDict, total=False):
+    devices: dict[str, str]
+
+
+class _ExtrasState(_OptionalExtras):
+    values: dict[Any, Any]
+    objects: dict[Any, Any]
+
+
+class Extras(Checked):
     """The state of a live dict: plain values, and objects with ``state_dict``.
 
     Objects, and lists, dicts, sets, deques, bytearrays and tensors that can hold the saved value,
@@ -205,6 +243,8 @@ class Extras(ComponentState):
         live: the user's dict, read at each save and written at a load.
         key: the component's key, for errors.
     """
+
+    schema = _ExtrasState
 
     def __init__(self, live: dict[Any, Any], *, key: str = "extras") -> None:
         self.live = live
@@ -228,7 +268,6 @@ class Extras(ComponentState):
 
     def check_state_dict(self, state: Any) -> None:
         """Refuses a key that is an object on one side only; asks each object's own method."""
-        require_fields(self.key, state, {"values": dict, "objects": dict})
         mismatches = []
         for name, saved in state["objects"].items():
             live = self.live.get(name)
@@ -239,6 +278,8 @@ class Extras(ComponentState):
                 )
             elif isinstance(live, ComponentState):
                 live.check_state_dict(saved)
+            else:
+                require_loadable(f"{self.key}: {name!r}", live, saved)
         for name, live in self.live.items():
             if isinstance(live, Stateful) and name not in state["objects"]:
                 found = "a plain value" if name in state["values"] else "not in the checkpoint"
@@ -261,7 +302,8 @@ class Extras(ComponentState):
 
         restore = partial(Restorer(), new_tensor=new_tensor)
         for name, saved in state["objects"].items():
-            self.live[name].load_state_dict(restore(None, saved))
+            with live_load(f"{self.key}: {name!r}"):
+                self.live[name].load_state_dict(restore(None, saved))
         for name, saved in state["values"].items():
             self.live[name] = _replaced(restore, self.live.get(name), saved)
         return tuple(
@@ -303,7 +345,7 @@ def _replaced(restore: Callable[[Any, Any], Any], live: Any, saved: Any) -> Any:
     return live
 
 
-class AttributeState(ComponentState):
+class AttributeState(Checked):
     """Named attributes of one object of a framework: counters, flags, sums.
 
     Args:
@@ -311,6 +353,8 @@ class AttributeState(ComponentState):
         names: of the attributes, which are plain values or tensors.
         key: the component's key, for errors.
     """
+
+    schema: ClassVar[Any] = dict[str, Any]
 
     def __init__(self, given: Any, names: Iterable[str], *, key: str) -> None:
         self._given = given
@@ -325,8 +369,7 @@ class AttributeState(ComponentState):
         return {name: getattr(self._given, name) for name in self._names}
 
     def check_state_dict(self, state: Any) -> None:
-        """Refuses a state that lacks an attribute."""
-        require_fields(self.key, state, {})
+        """Refuses a state that lacks an attribute, or has another kind of value."""
         missing = [name for name in self._names if name not in state]
         if missing:
             raise StateMismatchError(
@@ -335,6 +378,9 @@ class AttributeState(ComponentState):
                 expected=", ".join(self._names),
                 remedy="Resume with the version of the framework that wrote the checkpoint",
             )
+        # What has a value at first may have none later.
+        live = {n: each for n, each in self.state_dict().items() if state.get(n) is not None}
+        refuse(self.key, [*structure_mismatches(state, live, may_lack=True)], remedy=_REMEDY)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Sets every attribute; a tensor is moved to the device of the one that it replaces."""

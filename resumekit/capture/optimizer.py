@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Annotated, Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +26,14 @@ from resumekit.capture.nested_state import (
     description_mismatches,
     entries_of,
     fits,
+    is_same_sort,
     merged_optimizers,
     paired,
     pairs_in,
     part_of_optimizer,
     refuse,
     require_class,
-    require_fields,
+    require_loadable,
 )
 from resumekit.errors import ConfigurationError
 from resumekit.serialization.sharding import (
@@ -44,7 +45,8 @@ from resumekit.serialization.sharding import (
     sharded_like,
     sharded_over,
 )
-from resumekit.state import ComponentState, InPlace, Renamed, Renaming
+from resumekit.state import Checked, ComponentState, InPlace, Renamed, Renaming, Rule
+from resumekit.state.schema import Misfit
 
 _REMEDY = "Build the optimizer as it was when the checkpoint was written"
 
@@ -55,7 +57,88 @@ NamedParameters = list[tuple[str, Tensor]]
 _MEMBERSHIP = ("params", "param_names")
 
 
-class OptimizerState(Renamed, InPlace):
+class _Moments:
+    """torch's own optimizers have the same values for all parameters of a group."""
+
+    # Adafactor keeps factors of matrices, LBFGS one flat state. torch 2.13 optim.
+    _OTHERS = ("torch.optim.adafactor.", "torch.optim._adafactor.", "torch.optim.lbfgs.")
+
+    def misfits(self, value: Any, path: str) -> Iterator[Misfit]:
+        if value["class"].startswith("torch.optim.") and not value["class"].startswith(
+            self._OTHERS
+        ):
+            for group in value["param_groups"]:
+                found = {n: value["state"][n] for n in group["params"] if n in value["state"]}
+                yield from self._of_group(found, value["parameters"], path)
+
+    def _of_group(
+        self, found: Mapping[str, Any], parameters: Mapping[str, str], path: str
+    ) -> Iterator[Misfit]:
+        kinds: dict[str, set[Any]] = {}
+        for fqn, values in found.items():
+            if not isinstance(values, dict):
+                yield Misfit(f"{path}.state.{fqn}".lstrip("."), describe(values), "a dict")
+                return
+            for name, each in values.items():
+                kinds.setdefault(name, set()).add(_kind(each, parameters[fqn]))
+        for fqn, values in found.items():
+            where = f"{path}.state.{fqn}".lstrip(".")
+            if values.keys() != kinds.keys():
+                names = ", ".join(sorted(map(str, kinds.keys() ^ values.keys())))
+                yield Misfit(where, f"other values than its group: {names}", "the same")
+        for name, several in kinds.items():
+            if len(several - {None}) > 1:
+                where = f"{path}.state.*.{name}".lstrip(".")
+                yield Misfit(where, " and ".join(sorted(several - {None})), "one kind of value")
+
+
+def _kind(value: Any, parameter: str) -> str | None:
+    """What a value is in comparison with its parameter; None for what may be either.
+
+    Args:
+        value: of the parameter's state.
+        parameter: its dtype and shape, as ``describe`` gives them.
+    """
+    if not isinstance(value, (Tensor, FlatPart)):
+        return type(value).__name__
+    shape = str(tuple(value.shape))
+    if parameter.endswith(" ()"):
+        return None
+    return "a tensor of the parameter's shape" if parameter.endswith(f" {shape}") else "a tensor"
+
+
+class _OptionalOptimizer(TypedDict, total=False):
+    sharded_dims: dict[str, Any]
+
+
+def _names_parameters(group: Mapping[str, Any]) -> bool:
+    names = group.get("params")
+    return isinstance(names, list) and all(isinstance(each, str) for each in names)
+
+
+def _are_known(state: Mapping[str, Any]) -> bool:
+    """Whether each parameter is in one group, and values are those of parameters."""
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    return sorted(names) == sorted(state["parameters"]) and {*state["state"]} <= {*names}
+
+
+_Group = Annotated[dict[str, Any], Rule("the names of its parameters", _names_parameters)]
+_OpaqueState = TypedDict("_OpaqueState", {"class": str, "opaque": Any})
+_Class = TypedDict("_Class", {"class": str})
+
+
+class _OptimizerFields(_Class, _OptionalOptimizer):
+    parameters: dict[str, str]
+    state: dict[str, Any]
+    param_groups: list[_Group]
+    unnamed_state: dict[Any, Any]
+    other: dict[str, Any]
+
+
+_NAMED = Annotated[_OptimizerFields, Rule("each parameter in one group", _are_known), _Moments()]
+
+
+class OptimizerState(Checked, Renamed, InPlace):
     """The state of one optimizer by FQN, without wrapper prefixes.
 
     The saved layout is that of torch's distributed ``get_state_dict``: ``state`` by FQN and
@@ -70,6 +153,8 @@ class OptimizerState(Renamed, InPlace):
         prefix: of the names of parameters outside the modules, to keep those of several pipeline
             stages distinct.
     """
+
+    schema: ClassVar[Any] = _OpaqueState | _NAMED
 
     def __init__(
         self,
@@ -128,15 +213,16 @@ class OptimizerState(Renamed, InPlace):
 
     def check_state_dict(self, state: Any) -> None:
         """Refuses another class, other parameters, other groups and other types of group values."""
-        require_fields(self.key, state, {"class": str})
         remedy = f"{_REMEDY}, or pass exclude={{{self.key!r}}} to start it afresh"
         require_class(self.key, state["class"], self.optimizer, remedy=remedy)
         live = self.state_dict()
+        if ("opaque" in live) != ("opaque" in state):
+            layouts = ["by parameter", "a state of its own"]
+            then, now = layouts["opaque" in state], layouts["opaque" in live]
+            refuse(self.key, [Mismatch.changed("", then, now)], remedy=remedy)
         if "opaque" in live:
-            require_fields(self.key, state, {"opaque": object})
+            require_loadable(self.key, self.optimizer, state["opaque"])
             return
-        fields = {"parameters": dict, "state": dict, "param_groups": list, "unnamed_state": dict}
-        require_fields(self.key, state, {**fields, "other": dict})
         is_order_bound = isinstance(self.optimizer, torch.optim.LBFGS)
         mismatches = optimizer_mismatches(state, live, is_order_bound=is_order_bound)
         refuse(self.key, list(mismatches), remedy=_REMEDY)
@@ -363,8 +449,19 @@ def optimizer_mismatches(
             yield Mismatch(where, f"parameters {group_then['params']}", f"{group_now['params']}")
         differing = {k: v for k, v in group_then.items() if k != _scaled(group_then, group_now)}
         for path, then, now in paired(differing, group_now, where):
-            if (isinstance(then, Tensor) or isinstance(now, Tensor)) and not fits(now, then):
+            if (
+                (isinstance(then, Tensor) or isinstance(now, Tensor)) and not fits(now, then)
+            ) or not _may_be_set(then, now):
                 yield Mismatch.changed(path, describe(then), describe(now))
+
+
+def _may_be_set(then: Any, now: Any) -> bool:
+    """Whether a hyperparameter may have a saved value: of the same kind, a flag also None."""
+    if now is None or (then is None and isinstance(now, bool)):
+        return True
+    if isinstance(then, tuple) and isinstance(now, tuple) and len(then) != len(now):
+        return False
+    return is_same_sort(then, now) and isinstance(then, bool) == isinstance(now, bool)
 
 
 def _scaled(then: Group, now: Group) -> str | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Mapping
-from typing import Any, TypeAlias
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, TypeAlias, TypedDict
 
 import numpy as np
 import torch
@@ -22,9 +23,10 @@ from resumekit.capture.global_rng import (
     restore_devices,
     unreadable_accelerator,
 )
-from resumekit.capture.nested_state import Mismatch, describe, refuse, require_fields
+from resumekit.capture.nested_state import Mismatch, describe, refuse
 from resumekit.errors import DeclarationError, StateMismatchError
-from resumekit.state import ComponentState, Fidelity, Resplit, WorldChange
+from resumekit.state import Checked, Fidelity, Resplit, Rule, WorldChange
+from resumekit.state.schema import Misfit, misfits
 
 _REMEDY = "Hand over the same generators under the same names as when the checkpoint was written"
 
@@ -36,6 +38,7 @@ GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, 
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
 _SEED_BYTES = 8
+_NUM_WORDS = 624  # of a Mersenne Twister
 
 # The states of an accelerator's devices are a list under its type, in this entry with the index of
 # the current device: "cuda:1". Older checkpoints, and those without an accelerator, have none.
@@ -43,7 +46,89 @@ _CURRENT = "current_device"
 _DEVICE = re.compile(r"(\w+):(\d+)", re.ASCII)
 
 
-class RngState(ComponentState):
+class _SeedSequence(TypedDict):
+    """What ``Generator.spawn`` continues from."""
+
+    entropy: int | list[int]
+    spawn_key: tuple[int, ...]
+    num_children: Annotated[int, Rule("at most 10,000,000", lambda each: 0 <= each <= 10**7)]
+
+
+def is_generator_state(state: Any) -> bool:
+    """Whether a new generator of the kind that the state is of takes it as it is."""
+    try:
+        made = _generator_of(state)
+        if made is None:
+            return bool(state.dtype is torch.uint8 and state.dim() == 1)
+        set_generator_state(made, state)
+        return _digest(_of_itself(generator_state(made))) == _digest(_of_itself(state))
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+        return False
+    except struct.error:
+        return False
+
+
+def _generator_of(state: Any) -> AnyGenerator | None:
+    """A new generator of the kind of a state; None for one of a device, which may not be here."""
+    if isinstance(state, torch.Tensor):
+        made = torch.Generator()
+        return made if state.numel() == made.get_state().numel() else None
+    if "words" in state:
+        if not isinstance(state["gauss_next"], float | None):
+            raise ValueError("Python takes anything")
+        return random.Random(0)
+    if not 0 <= state["state"].get("pos", 0) <= _NUM_WORDS:
+        raise ValueError("NumPy takes any number")
+    bits = getattr(np.random, state["bit_generator"])(0)
+    if "has_gauss" in state:
+        if state["has_gauss"] not in (0, 1):
+            raise ValueError("NumPy takes any number")
+        return np.random.RandomState(bits)
+    if next(misfits(_SeedSequence | None, state["seed_sequence"], ""), None) is not None:
+        raise ValueError("not the state of a seed sequence")
+    return np.random.Generator(bits)
+
+
+def _of_itself(state: Any) -> Any:
+    """A state without the seed sequence, which a generator keeps."""
+    if isinstance(state, torch.Tensor):
+        return state
+    return {name: each for name, each in state.items() if name != "seed_sequence"}
+
+
+_IS_STATE = Rule("the state of a random generator", is_generator_state)
+GeneratorState: TypeAlias = Annotated[Any, _IS_STATE]
+_TorchState: TypeAlias = Annotated[torch.Tensor, _IS_STATE]
+
+
+class _OptionalRng(TypedDict, total=False):
+    current_device: str
+    at_epoch: RngStates  # of an epoch of ``epochs()``
+
+
+class _Rng(_OptionalRng):
+    python: Annotated[dict[str, Any], _IS_STATE, Rule("of Python", lambda it: "words" in it)]
+    numpy: Annotated[dict[str, Any], _IS_STATE, Rule("of NumPy", lambda it: "has_gauss" in it)]
+    torch: _TorchState
+    cuda: list[_TorchState]
+    generators: dict[str, GeneratorState]
+
+
+class _WithDevices:
+    """The list of an accelerator's states has the name that ``current_device`` begins with."""
+
+    def misfits(self, value: Any, path: str) -> Iterator[Misfit]:
+        kind = str(value.get(_CURRENT, "cuda")).partition(":")[0]
+        others = {name: each for name, each in value.items() if name != kind}
+        yield from misfits(_Rng, {"cuda": [], **others}, path)
+        yield from misfits(list[_TorchState], value.get(kind), f"{path}.{kind}".lstrip("."))
+
+
+# The states of ``RngState``.
+RngStates: TypeAlias = Annotated[dict[str, Any], _WithDevices()]
+
+
+class RngState(Checked):
     """The RNG state of this process: Python, NumPy, torch on the CPU and each accelerator device.
 
     Args:
@@ -53,6 +138,8 @@ class RngState(ComponentState):
     Raises:
         DeclarationError: a generator's state cannot be read.
     """
+
+    schema = RngStates
 
     def __init__(
         self, generators: Mapping[str, AnyGenerator] | None = None, *, key: str = "rng"
@@ -84,8 +171,6 @@ class RngState(ComponentState):
 
     def check_state_dict(self, state: Any) -> None:
         """Refuses other named generators, and states of another type or version."""
-        fields = {"python": dict, "numpy": dict, "torch": torch.Tensor, "cuda": list}
-        require_fields(self.key, state, {**fields, "generators": dict})
         live = self.state_dict()
         then, now = state["generators"], live["generators"]
         mismatches = [
@@ -231,7 +316,14 @@ def new_generator(kind: str, state: Any) -> AnyGenerator | None:
 
 
 def set_generator_state(generator: AnyGenerator, state: Any) -> str:
-    """Restores the state of one generator; returns a message about what is inexact, or ``""``."""
+    """Restores the state of one generator; returns a message about what is inexact, or ``""``.
+
+    Raises:
+        StateMismatchError: it is the state of another kind of generator.
+    """
+    kind, expected = _kind(state), _kind(generator_state(generator))
+    if kind != expected:
+        raise StateMismatchError("rng", found=kind, expected=expected, remedy=_REMEDY)
     if isinstance(generator, torch.Generator):
         generator.set_state(state)
     elif isinstance(generator, np.random.Generator):

@@ -12,7 +12,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
 
@@ -24,9 +24,10 @@ from resumekit.capture.nested_state import (
     is_same_class,
     leaves,
     refuse,
-    require_fields,
+    require_loadable,
+    structure_mismatches,
 )
-from resumekit.state import ComponentState
+from resumekit.state import Checked
 
 _REMEDY = "Build the scheduler as it was when the checkpoint was written"
 
@@ -55,11 +56,22 @@ _LENGTHS = frozenset(
 # Integer arguments that are no lengths; learning rates are none either.
 _NO_LENGTHS = frozenset({"cooldown", "eta_min", "factor", "gamma", "last_epoch", "patience"})
 
+# Lists that have one length for as long as the objects are the same.
+_LISTS = {
+    **dict.fromkeys(("base_lrs", "lr_lambdas", "_last_lr", "min_lrs"), "one a param group"),
+    **dict.fromkeys((_PARTS, "_milestones", "_schedule_phases"), "as in this run"),
+}
+
 # Lists longer than this are data, not a setting.
 _LONGEST_SETTING = 256
 
 
-class SchedulerState(ComponentState):
+class _SchedulerFields(TypedDict):
+    classes: dict[str, str]
+    state: Any
+
+
+class SchedulerState(Checked):
     """The state of a learning-rate scheduler, its parts and the classes of both.
 
     Of the callables of a schedule (LambdaLR's, CyclicLR's), the attributes of a callable object are
@@ -72,6 +84,8 @@ class SchedulerState(ComponentState):
         keep_horizon: restore the position in the schedule and keep this run's horizon, for
             ``allow_changes={"horizon"}``.
     """
+
+    schema = _SchedulerFields
 
     def __init__(
         self, scheduler: Any, *, key: str = "lr_scheduler", keep_horizon: bool = False
@@ -90,12 +104,17 @@ class SchedulerState(ComponentState):
 
     def check_state_dict(self, state: Any) -> None:
         """Refuses other classes, numbers of parts or param groups, and types of callables."""
-        require_fields(self.key, state, {"classes": dict})
         mismatches = list(_class_mismatches(state["classes"], _classes(self.scheduler)))
         if not mismatches:
             live = self.scheduler.state_dict()
-            mismatches += _state_mismatches("", state.get("state"), live)
+            mismatches += _state_mismatches("", state["state"], live)
         refuse(self.key, mismatches, remedy=_REMEDY)
+        if not type(self.scheduler).__module__.startswith("torch."):
+            require_loadable(self.key, self.scheduler, state["state"])
+            return
+        # torch's load takes anything, and a step fails later. An older torch had fewer values.
+        wrong = structure_mismatches(state["state"], live, may_lack=True)
+        refuse(self.key, [*wrong], remedy=_REMEDY)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Restores all but the learning rates, which are optimizer state.
@@ -156,10 +175,13 @@ def _state_mismatches(where: str, then: Any, now: Any) -> Iterator[Mismatch]:
         if type(then) is not type(now):
             yield Mismatch(where, f"{describe(then)} in the checkpoint", f"{describe(now)}")
         return
-    for name in ("base_lrs", "lr_lambdas", "_last_lr", "min_lrs"):
+    for name, reason in _LISTS.items():
         num_then, num_now = _length(then.get(name)), _length(now.get(name))
         if name in now and num_then != num_now:
-            yield Mismatch(f"{where}{name}", f"{num_then} entries", f"{num_now}: one a param group")
+            yield Mismatch(f"{where}{name}", f"{num_then} entries", f"{num_now}: {reason}")
+    for name in ("last_epoch", "_step_count"):
+        if type(now.get(name)) is int and type(then.get(name)) is not int:
+            yield Mismatch(f"{where}{name}", describe(then.get(name)), "a count")
     for saved, live in zip(_function_kinds(then), _function_kinds(now), strict=False):
         if saved != live:
             yield Mismatch(f"{where}lr_lambdas", saved, live)

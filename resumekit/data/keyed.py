@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -32,7 +32,6 @@ from torch.utils.data import (
 )
 
 from resumekit.capture.global_rng import accelerator_in_use
-from resumekit.capture.nested_state import require_fields
 from resumekit.data.epoch_order import DistributedResumableSampler, ResumableSampler
 from resumekit.data.loader_traits import (
     DATASET_PREFIXES,
@@ -45,7 +44,7 @@ from resumekit.data.map_style import BatchMark, MapSource
 from resumekit.data.seeking import EPOCH_START, OrderDigest, RecordingSampler
 from resumekit.data.workers import BatchWithNote, ReplacedDataset, RestoringInit
 from resumekit.errors import ConfigurationError, DriftError, UnsupportedValueError
-from resumekit.state import ComponentState, Fidelity
+from resumekit.state import Checked, Fidelity
 
 # The component that holds the seed; only a checkpoint of a keyed run has it.
 SEED = "data/seed"
@@ -63,12 +62,18 @@ class Purpose(str, Enum):
     WORKERS = "workers"
 
 
-class RunSeed(ComponentState):
+class _SeedState(TypedDict):
+    seed: int
+
+
+class RunSeed(Checked):
     """The seed of all keys of a run, a component of its state: taken once, at the first start.
 
     Args:
         generators: private generators that the user named; a checkpoint holds their state.
     """
+
+    schema = _SeedState
 
     def __init__(self, generators: Iterable[Any] = ()) -> None:
         self.value: int | None = None
@@ -76,9 +81,6 @@ class RunSeed(ComponentState):
 
     def state_dict(self) -> dict[str, Any]:
         return {"seed": self.value}
-
-    def check_state_dict(self, state: Any) -> None:
-        require_fields(SEED, state, {"seed": int})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.value = state["seed"]

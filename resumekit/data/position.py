@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
-from resumekit.capture.nested_state import require_fields
 from resumekit.capture.user_state.user_state import UserState
 from resumekit.data.iterable import ReplaySource
 from resumekit.data.keyed import KeyedSource, RunSeed
@@ -20,12 +19,13 @@ from resumekit.data.loader_traits import (
     without_history,
 )
 from resumekit.data.map_style import MapSource
+from resumekit.data.position_state import PositionState
 from resumekit.data.prefetching import PrefetchedLoader, PrefetchingSource, WrappedSource
 from resumekit.data.source import CombinedLoaders, Cycling, Longest, Source, Zipped
 from resumekit.data.stateful import StatefulSource
 from resumekit.data.stream_objects import LoaderContent
-from resumekit.errors import ConfigurationError, DataPositionError, StateMismatchError
-from resumekit.state import BeforeSave, Fidelity, Resplit, Slot, WorldChange
+from resumekit.errors import ConfigurationError, DataPositionError
+from resumekit.state import BeforeSave, Checked, Fidelity, Resplit, Slot, WorldChange
 
 # What one loop draws from.
 Feed: TypeAlias = Source | Zipped
@@ -44,7 +44,7 @@ class EpochUsage(NamedTuple):
     num_left: int | None
 
 
-class DataPosition(BeforeSave):
+class DataPosition(Checked, BeforeSave):
     """The loaders that the loops opened, by name.
 
     A checkpoint's position is kept until the loop opens the loader of that name.
@@ -59,6 +59,8 @@ class DataPosition(BeforeSave):
         changes: what of it did change, in words, in the order in which the loaders were opened.
         unexpected: what else the script has changed in a loader between two epochs.
     """
+
+    schema = dict[str, PositionState]
 
     def __init__(
         self, seed: RunSeed | None = None, *, allowed_changes: Collection[str] = ()
@@ -256,11 +258,6 @@ class DataPosition(BeforeSave):
         states = {name: source.comparable_state() for name, source in self.sources.items()}
         return {name: without_history(state) for name, state in {**self._pending, **states}.items()}
 
-    def check_state_dict(self, state: Any) -> None:
-        require_fields(Slot.DATA.value, state, {})
-        for name, position in state.items():
-            _require_position(position, name)
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._pending = dict(state)
         self._in_checkpoint = frozenset(state)
@@ -281,8 +278,6 @@ class DataPosition(BeforeSave):
             )
 
     def resplit_state_dict(self, states: Mapping[int, Any], change: WorldChange) -> Resplit:
-        for state in states.values():
-            self.check_state_dict(state)
         return resplit_positions(states, change)
 
 
@@ -313,10 +308,10 @@ def epoch_usage(saved: DataPosition, loader: Any, state: Mapping[str, Any] | Non
 
     Raises:
         DataPositionError: the loader does not fit the position.
-        StateMismatchError: the position lacks a field.
+        InvalidStateError: the position lacks a field.
     """
     trial = saved.empty_copy()
-    trial.check_state_dict(state or {})
+    trial.check_content(Slot.DATA.value, state or {})
     trial.load_state_dict(state or {})
     source = trial.open(loader, DEFAULT_NAME)
     is_within = source.continues
@@ -335,56 +330,3 @@ def saved_batch_size(state: Mapping[str, Any]) -> int | None:
 def _may_be_rebuilt(state: Mapping[str, Any]) -> bool:
     """Whether a position between two epochs does not say if each epoch builds the loader."""
     return not state["batch"] and state["rebuilt"] is None
-
-
-# The fields that every position has, and those of each kind; one that may be absent is not listed.
-_COMMON_FIELDS = frozenset(
-    {"kind", "epoch", "batch", "endless", "rebuilt", "made_anew", "geometry", "generators"}
-)
-_MAP_FIELDS = frozenset(
-    {
-        *("samples", "order_name", "start", "draws", "used"),
-        *("sampler", "num_workers", "before", "workers"),
-    }
-)
-_FIELDS = {
-    "map": _MAP_FIELDS,
-    "keyed": _MAP_FIELDS,
-    WRAPPED: frozenset({"inner", "ahead"}),
-    "ahead": frozenset({"inner", "ahead"}),
-    "stateful": frozenset({"loader"}),
-    "replay": frozenset({"start", "fetches", "contents", "workers"}),
-}
-_USED_FIELDS = frozenset({"since", "replica", "num_replicas", "in_a_row", "digest"})
-
-
-def _require_position(state: Any, where: str) -> None:
-    """Raises StateMismatchError unless a saved position has all fields of its kind of loader.
-
-    Args:
-        state: of one loader.
-        where: the loader's name.
-
-    Raises:
-        StateMismatchError: a field is missing.
-    """
-    require_fields(where, state, {"kind": str, "geometry": dict, "generators": dict})
-    _require_keys(state, _COMMON_FIELDS | _FIELDS.get(state["kind"], frozenset()), where)
-    geometry = {"generators"} | ({"num_replicas"} if "samples" in state else set())
-    _require_keys(state["geometry"], geometry, f"{where}: geometry")
-    if state.get("used") is not None:
-        _require_keys(state["used"], _USED_FIELDS, f"{where}: used")
-    if "inner" in state:
-        _require_position(state["inner"], f"{where}: inner")
-
-
-def _require_keys(state: Any, keys: Set[str], where: str) -> None:
-    require_fields(where, state, {})
-    missing = sorted(keys - state.keys())
-    if missing:
-        raise StateMismatchError(
-            where,
-            found=f"no {', '.join(missing)} in the checkpoint",
-            expected="a position with these fields",
-            remedy="Restart the epochs of the data with exclude={'data'}",
-        )

@@ -70,7 +70,7 @@ class ObjectsAtStart:
             StateMismatchError: it does not fit the objects.
         """
         if saved is not None:
-            self._state.check_state_dict(saved)
+            self._state.check_content(self._state.key, saved)
             self._replaced = self._exchange(saved)
         self._state.before_save()
         self._first = self._state.digests()

@@ -3,7 +3,6 @@
 from resumekit.live.counts_and_operands import (
     EnumerateCounts,
     Enumerations,
-    check_counts,
     count_line,
     find_asked,
     has_operands,
@@ -29,7 +28,6 @@ __all__ = [
     "Enumerations",
     "LiveFrame",
     "Site",
-    "check_counts",
     "count_line",
     "digest_code",
     "find_asked",

@@ -22,11 +22,10 @@ from itertools import dropwhile, islice
 from types import CodeType, FrameType, GeneratorType
 from typing import Any, TypedDict
 
-from resumekit.errors import StateMismatchError
 from resumekit.live.bytecode import operands
 from resumekit.live.frames import LiveFrame, read_variables
 from resumekit.live.value_stack import Operand
-from resumekit.state import CaptureLine, Fidelity
+from resumekit.state import CaptureLine, Count, Fidelity
 
 _DELEGATING = (enumerate, filter, map, zip)  # their __reduce__ gives what they ask for items
 
@@ -39,8 +38,8 @@ class EnumerateCounts(TypedDict):
         used: the items of the loop that were used before.
     """
 
-    counts: list[int]
-    used: int
+    counts: list[Count]
+    used: Count
 
 
 @dataclass(frozen=True)
@@ -89,16 +88,6 @@ class Enumerations:
         moved = self.used - saved["used"]  # not 0 where batches have another size now
         counts = [each + moved for each in saved["counts"]]
         return len(counts) == len(self.found) and all(map(_set, self.found, counts))
-
-
-def check_counts(path: str, saved: Any) -> None:
-    """Raises StateMismatchError unless this is what `Enumerations.as_plain` returns."""
-    if saved is None:
-        return
-    is_right = isinstance(saved, dict) and saved.keys() == {"counts", "used"}
-    is_right = is_right and isinstance(saved["counts"], list)
-    if not is_right or not all(map(_is_count, (*saved["counts"], saved["used"]))):
-        raise StateMismatchError(path, found=f"damaged: {saved!r:.60}", expected="counts of items")
 
 
 def find_asked(loop: type, start: FrameType, outermost: FrameType) -> list[Any]:

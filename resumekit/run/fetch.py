@@ -22,6 +22,7 @@ from __future__ import annotations
 from typing import Any
 
 from resumekit.capture.ddp_buckets import GradientBuckets
+from resumekit.capture.nested_state import live_load
 from resumekit.data.position import Feed
 from resumekit.run.garbage_collector import collector_paused
 from resumekit.run.run import Loaded, RunState
@@ -88,8 +89,10 @@ def restore_random(run: RunState) -> None:
     """
     for message in run.rng.restore():
         run.reporter.log(message)
-    for each in states_of(run.components, AfterRng):
-        each.after_rng_restore()
+    for component in run.components:
+        if isinstance(component.stateful, AfterRng):
+            with live_load(component.key):
+                component.stateful.after_rng_restore()
     if isinstance(run.phase, Loaded):
         run.phase = running = run.phase.running
         if running.parent is not None:

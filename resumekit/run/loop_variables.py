@@ -12,15 +12,16 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from types import CodeType, SimpleNamespace
-from typing import Any
+from typing import Annotated, Any, ClassVar, TypedDict
 from weakref import ref
 
 import numpy as np
 from torch import Tensor, nn
 
-from resumekit.capture.nested_state import class_name, require_fields
+from resumekit.capture.nested_state import class_name
 from resumekit.capture.slots import is_training, slot_of
 from resumekit.capture.user_state.attributes import Holder
+from resumekit.capture.user_state.table import Followable, SavedSlot, UserStateFields
 from resumekit.capture.user_state.user_state import UserState, label_of
 from resumekit.capture.user_state.value_types import SCALARS, is_code, is_left_out
 from resumekit.capture.user_state.walk import Paths, Seen, Walk
@@ -30,7 +31,6 @@ from resumekit.live import (
     Enumerations,
     LiveFrame,
     Site,
-    check_counts,
     count_line,
     find_asked,
     find_frames,
@@ -54,7 +54,7 @@ from resumekit.run.unsaved_changes import (
     loaders_at,
     paths_of_loaders,
 )
-from resumekit.state import CaptureLine, Fidelity, Resplit, Slot, WorldChange
+from resumekit.state import CaptureLine, Count, Fidelity, Resplit, Slot, WorldChange
 
 # Plain values: all that is kept of the variables at an epoch's start. The rest is read at the save.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.ndarray, np.generic)
@@ -67,6 +67,35 @@ _AT_EPOCH = "@epoch"  # ends the name of a frame's variables as they were when t
 RESTORE, REPORT, OFF = "restore", "report", "off"
 
 
+class _OptionalScript(TypedDict, total=False):
+    loaders: dict[str, str]
+    counts: EnumerateCounts
+    epoch_counts: EnumerateCounts
+    ranges: dict[str, int]
+
+
+class _Script(_OptionalScript):
+    """What the code was at the fetch, and what it begins with."""
+
+    sites: list[_Site]
+    digests: dict[str, str]
+
+
+class _Site(TypedDict):
+    """``Site``."""
+
+    file: str
+    function: str
+    digest: str
+    lasti: Count
+    line: Count
+
+
+class _VariablesFields(UserStateFields):
+    at_epoch: list[SavedSlot]
+    script: _Script
+
+
 class LoopVariables(UserState):
     """The component ``variables``: of the user's running functions, with all that they reach.
 
@@ -75,6 +104,8 @@ class LoopVariables(UserState):
         foreign: gives what other components save.
         named: gives the models, optimizers and the like among it, by their keys.
     """
+
+    schema: ClassVar[Any] = Annotated[_VariablesFields, Followable()]
 
     def __init__(
         self,
@@ -451,18 +482,6 @@ class LoopVariables(UserState):
         return {}
 
     # ---------------------------------------------------------------- restoring
-
-    def check_state_dict(self, state: Any) -> None:
-        super().check_state_dict(state)
-        require_fields(self.key, state, {"script": dict, "at_epoch": list})
-        loaders, ranges = (state["script"].get(name, {}) for name in ("loaders", "ranges"))
-        require_fields(self.key, state["script"], {"sites": list, "digests": dict})
-        maps = {"loaders": loaders, "ranges": ranges}
-        require_fields(self.key, maps, dict.fromkeys(maps, dict))
-        for each in state["script"]["sites"]:
-            Site.from_plain(each)
-        for name in ("counts", "epoch_counts"):  # older checkpoints have neither
-            check_counts(f"{self.key}/{name}", state["script"].get(name))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Keeps the state until the fetch that it was saved at."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
 from resumekit.data.source import Source
 from resumekit.distributed import DataRanks, World
 from resumekit.errors import CheckpointError, LoopError
-from resumekit.state import ComponentState
+from resumekit.state import Checked, Count, Rule
 from resumekit.storage.directories import StepName
 from resumekit.storage.manifest import Manifest
 from resumekit.storage.store import Store
@@ -43,7 +43,35 @@ class Progress:
         return asdict(self)
 
 
-class Counters(ComponentState):
+class _Counts(TypedDict):
+    """``Progress`` as it is stored."""
+
+    step: Count
+    micro_step: Count
+    epoch: Count
+    batch: Count
+    samples: Count
+    tokens: Count
+
+
+class _Loops(TypedDict):
+    asked: list[str]
+    over: list[str]
+
+
+class _OptionalCounters(TypedDict, total=False):
+    marks_steps: bool  # older checkpoints lack it
+
+
+class _CountersState(_OptionalCounters):
+    progress: _Counts
+    horizon: dict[str, Count]
+    finished: str | None
+    loops: _Loops
+    within_window: bool
+
+
+class Counters(Checked):
     """How far the run is, how far it is to go, and whether it is finished.
 
     Samples and tokens are counted locally and summed over the ranks by ``fold``.
@@ -55,6 +83,8 @@ class Counters(ComponentState):
         saw_whole_step: whether this process has used all batches of the step that was counted last.
         marks_steps: the loop calls ``step()``, in this launch or an earlier one.
     """
+
+    schema = _CountersState
 
     def __init__(self) -> None:
         self._counts = Progress().as_dict()
@@ -150,7 +180,7 @@ class Counters(ComponentState):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over the counts of a checkpoint."""
-        self._counts = {name: int(state["progress"][name]) for name in self._counts}
+        self._counts = dict(state["progress"])
         self._local_samples = self._local_tokens = 0
         self.horizon = dict(state["horizon"])
         self.finished = state["finished"]
@@ -159,6 +189,10 @@ class Counters(ComponentState):
         self.marks_steps = state.get("marks_steps", False)  # older checkpoints lack it
         self._window_samples = []
         self._knows_window = not self._is_within_window
+
+
+def _is_latest(pair: list[Any]) -> bool:
+    return len(pair) == 2 and type(pair[0]) is int and pair[0] >= 0
 
 
 class OwnLoop:
@@ -277,13 +311,27 @@ class LoopOrder:
         self._over = set(state["over"])
 
 
-class BestSelection(ComponentState):
+class _NoMetric(TypedDict):
+    """Nothing selects the best checkpoint."""
+
+
+class _BestState(TypedDict):
+    name: str
+    mode: Literal["min", "max"]
+    value: float | None
+    step: Count | None
+    latest: Annotated[list[int | float], Rule("a step and a value", _is_latest)] | None
+
+
+class BestSelection(Checked):
     """Follows one reported metric and remembers its best value and step.
 
     Args:
         name: the keyword of ``report``, or None when no metric selects.
         mode: ``"min"`` or ``"max"``.
     """
+
+    schema = _NoMetric | _BestState
 
     def __init__(self, name: str | None, mode: str) -> None:
         self.name, self._mode = name, mode

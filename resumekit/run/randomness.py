@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from resumekit.capture.rng import RngState, generator_state, set_generator_state
+from resumekit.capture.rng import RngState, RngStates, generator_state, set_generator_state
 from resumekit.data.position import DataPosition, Feed
 from resumekit.data.source import Source
-from resumekit.state import ComponentState, Fidelity, Resplit, WorldChange
+from resumekit.state import Checked, Fidelity, Resplit, WorldChange
 
 _AT_EPOCH = "at_epoch"
 
 
-class RandomState(ComponentState):
+class RandomState(Checked):
     """The component ``rng``: what a checkpoint holds is set when the loop reaches its position.
 
     Until then it is kept, and a save in between saves it again. The random state that an epoch of
@@ -25,6 +25,8 @@ class RandomState(ComponentState):
         generators: private generators that the user named.
         position: the loaders, which have generators of their own.
     """
+
+    schema = RngStates
 
     def __init__(self, generators: Mapping[str, Any], position: DataPosition) -> None:
         self._rng = RngState(generators)

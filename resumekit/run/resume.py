@@ -94,7 +94,9 @@ def _search(run: RunState, store: Store, up_to: Callable[[str], int | None] | No
     origins = _origins(run, data_ranks, membership)
     is_kept = options.async_save is not False
     buffer = LoadBuffer(world, run.in_flight.snapshot, is_kept=is_kept)
-    finder = Finder(world, store, options, left_out, known, membership, origins, buffer)
+    finder = Finder(
+        world, store, options, left_out, known, membership, origins, buffer, run.components
+    )
     found = finder.find(up_to=None if up_to is None else up_to(store.run_id))
     weights = found if found is not None and holds_only_weights(found.manifest) else None
     found = None if weights is not None else found

@@ -9,6 +9,7 @@ from resumekit.state.component import (
     BeforeSave,
     CaptureLine,
     CaptureReport,
+    Checked,
     ComponentState,
     Fidelity,
     InPlace,
@@ -24,6 +25,7 @@ from resumekit.state.component import (
     states_of,
 )
 from resumekit.state.renaming import Renaming, common_prefix_change, nearest_prefixes
+from resumekit.state.schema import Count, Finite, Rule, Variants, check_schema
 
 __all__ = [
     "CLOCK_SUFFIXES",
@@ -32,19 +34,25 @@ __all__ = [
     "BeforeSave",
     "CaptureLine",
     "CaptureReport",
+    "Checked",
     "ComponentState",
+    "Count",
     "Fidelity",
+    "Finite",
     "InPlace",
     "Renamed",
     "Renaming",
     "Resplit",
+    "Rule",
     "SharingPattern",
     "Slot",
     "StateComponent",
     "Stateful",
     "Validation",
+    "Variants",
     "WorldChange",
     "check_components",
+    "check_schema",
     "common_prefix_change",
     "nearest_prefixes",
     "states_of",

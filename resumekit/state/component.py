@@ -3,8 +3,8 @@
 - ``StateComponent``: the declaration; who writes the state follows from it.
 - ``Stateful``: the two methods of the state. Any object that has them can be a component.
 - ``ComponentState``: the base class with the optional methods that any state may override.
-- ``Renamed``, ``InPlace``, ``BeforeSave``, ``AfterResume``, ``AfterRng``: base classes of states
-  that follow one event or one change more.
+- ``Checked``, ``Renamed``, ``InPlace``, ``BeforeSave``, ``AfterResume``, ``AfterRng``: base classes
+  of states that follow one event or one change more.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from resumekit.errors import DeclarationError, InexactError, did_you_mean
 from resumekit.state.renaming import Renaming
+from resumekit.state.schema import check_schema
 
 
 class SharingPattern(str, Enum):
@@ -250,6 +251,28 @@ class ComponentState:
         differ between groups are refused without it.
         """
         return None
+
+
+class Checked(ComponentState):
+    """A state whose content is checked when a checkpoint is read, before an object changes.
+
+    Attributes:
+        schema: the type of its states, see ``resumekit.state.schema``.
+    """
+
+    schema: ClassVar[Any]
+
+    def check_content(self, key: str, state: Any) -> None:
+        """Checks what does not depend on the live objects. A misfit passes the checkpoint over.
+
+        Args:
+            key: of the component.
+            state: as it was read; tensors may be on the meta device.
+
+        Raises:
+            InvalidStateError: it is not what ``state_dict`` gives.
+        """
+        check_schema(key, self.schema, state)
 
 
 class Renamed(ComponentState):

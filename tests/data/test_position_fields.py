@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from resumekit.data.keyed import RunSeed
 from resumekit.data.position import DataPosition, epoch_usage
 from resumekit.data.prefetching import PrefetchedLoader
-from resumekit.errors import StateMismatchError
-from resumekit.state import WorldChange
+from resumekit.errors import InvalidStateError
 
 
 def map_style() -> Any:
@@ -75,7 +74,7 @@ def saved_position(kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_complete_position_is_accepted(kind: str) -> None:
-    DataPosition().check_state_dict(saved_position(kind))
+    DataPosition().check_content("data", saved_position(kind))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -84,36 +83,33 @@ def test_a_position_that_lacks_a_field_is_refused(kind: str) -> None:
     optional = {"objects", "order"} | ({"start"} if kind == "stateful" else set())
     for field in state.keys() - optional:
         lacking = {"train": {key: value for key, value in state.items() if key != field}}
-        with pytest.raises(StateMismatchError, match=field):
-            DataPosition().check_state_dict(lacking)
+        with pytest.raises(InvalidStateError, match=field):
+            DataPosition().check_content("data", lacking)
 
 
 @pytest.mark.parametrize("part", ["geometry", "used", "inner"])
 def test_a_part_that_lacks_a_field_is_refused(part: str) -> None:
     state = saved_position("wrapped" if part == "inner" else "map")
     state["train"][part] = {}
-    with pytest.raises(StateMismatchError, match=part):
-        DataPosition().check_state_dict(state)
+    with pytest.raises(InvalidStateError, match=part):
+        DataPosition().check_content("data", state)
 
 
-def test_it_is_refused_wherever_positions_are_read() -> None:
+def test_it_is_refused_where_the_usage_of_an_epoch_is_asked() -> None:
     state = saved_position("map")
     del state["train"]["samples"]
-    with pytest.raises(StateMismatchError, match="no samples in the checkpoint"):
+    with pytest.raises(InvalidStateError, match="samples"):
         epoch_usage(DataPosition(), map_style(), state)
-    change = WorldChange(rank=0, world_size=2, former_world_size=1)
-    with pytest.raises(StateMismatchError, match="no samples in the checkpoint"):
-        DataPosition().resplit_state_dict({0: state}, change)
 
 
 def test_a_state_of_another_type_is_refused() -> None:
-    with pytest.raises(StateMismatchError, match="expected a dict"):
-        DataPosition().check_state_dict([])
-    with pytest.raises(StateMismatchError, match="train"):
-        DataPosition().check_state_dict({"train": None})
+    with pytest.raises(InvalidStateError, match="expected dict"):
+        DataPosition().check_content("data", [])
+    with pytest.raises(InvalidStateError, match="train"):
+        DataPosition().check_content("data", {"train": None})
 
 
 def test_a_seed_that_is_missing_is_refused() -> None:
-    RunSeed().check_state_dict({"seed": 3})
-    with pytest.raises(StateMismatchError, match="data/seed: seed"):
-        RunSeed().check_state_dict({})
+    RunSeed().check_content("data/seed", {"seed": 3})
+    with pytest.raises(InvalidStateError, match="data/seed: seed"):
+        RunSeed().check_content("data/seed", {})

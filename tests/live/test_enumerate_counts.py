@@ -11,8 +11,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from resumekit.errors import StateMismatchError
-from resumekit.live.counts_and_operands import Enumerations, check_counts, find_asked
+from resumekit.errors import InvalidStateError
+from resumekit.live.counts_and_operands import EnumerateCounts, Enumerations, find_asked
+from resumekit.state import check_schema
 
 NUM_ITEMS = 9
 SAVED_AT = 5
@@ -258,15 +259,14 @@ def test_without_a_saved_count_only_that_at_the_position_is_right():
 
 
 def test_damaged_counts_are_refused():
-    check_counts("a", None)
-    check_counts("a", {"counts": [0, sys.maxsize], "used": 3})
+    check_schema("a", EnumerateCounts, {"counts": [0, sys.maxsize], "used": 3})
     good = {"counts": [1], "used": 1}
     bad = [{**good, "counts": each} for each in ([-1], [True], ["1"], [1.0], [None], 1, [2**63])]
     bad += [{**good, "used": each} for each in (-1, True, "1", None)]
     for each in (*bad, {}, [], 3, {"counts": [1]}, {**good, "more": 1}):
         try:
-            check_counts("a", each)
-        except StateMismatchError:
+            check_schema("a", EnumerateCounts, each)
+        except InvalidStateError:
             continue
         raise AssertionError(each)
 

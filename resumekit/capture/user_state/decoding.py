@@ -16,18 +16,22 @@ import numpy as np
 import torch
 from torch import nn
 
-from resumekit.capture.nested_state import Restorer, class_name, describe, fits, is_same_class
+from resumekit.capture.nested_state import (
+    Restorer,
+    class_name,
+    describe,
+    fits,
+    is_same_class,
+    live_load,
+)
 from resumekit.capture.rng import new_generator, set_generator_state
 from resumekit.capture.user_state.attributes import Role, ValueSlot
 from resumekit.capture.user_state.digests import gradient_of, reduced
 from resumekit.capture.user_state.encoding import (
-    NODE_MAPPINGS,
-    NODE_SEQUENCES,
     LiveClasses,
     can_be_made,
     maker_of,
     module_of,
-    read_nodes,
 )
 from resumekit.capture.user_state.memory import (
     Layout,
@@ -35,6 +39,7 @@ from resumekit.capture.user_state.memory import (
     fill_memory,
     is_same_memory,
 )
+from resumekit.capture.user_state.table import NODE_MAPPINGS, NODE_SEQUENCES, read_nodes
 from resumekit.capture.user_state.value_types import (
     CONSTANTS,
     FACTORIES,
@@ -121,8 +126,9 @@ class NodeDecoder:
         Raises:
             StateMismatchError: an object does not keep a value that was assigned to it.
         """
-        for action in self._actions:
-            action()
+        with live_load(self._where):
+            for action in self._actions:
+                action()
         for slot, value in self._assigned:
             slot.set(value)
             if not isinstance(value, Absent):
@@ -139,9 +145,16 @@ class NodeDecoder:
         self._require_compatible(path, encoded, live)
         parts = parts_in(live) if isinstance(encoded, list) else ()
         self._named_parts = {sort_of(each): each for each in parts if kind_of(each) in NAMED}
-        self.assign(slot, self.value(encoded, live, path))
-        if slot.role is Role.MODULES and not self._are_modules(encoded):
+        try:
+            value = self.value(encoded, live, path)
+            is_right = slot.role is not Role.MODULES or self._are_modules(encoded)
+        except StateMismatchError:
+            raise
+        except Exception as error:
+            raise self._mismatch(path, f"not a value of a table ({error!r:.80})", "one") from error
+        if not is_right:
             raise self._mismatch(path, "other names and values", "the modules of a list")
+        self.assign(slot, value)
 
     def _are_modules(self, encoded: Any) -> bool:
         """Whether it is a dict of modules by their numbers."""

@@ -9,11 +9,10 @@ next to it, and the node has its index. See ``LiveClasses`` for the classes that
 from __future__ import annotations
 
 import functools
-import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from enum import Enum
 from itertools import chain
 from typing import Any, ClassVar
@@ -40,8 +39,6 @@ from resumekit.capture.user_state.value_types import (
     MAPPINGS,
     NAMED,
     SCALARS,
-    SEQUENCES,
-    SETS,
     TORCH_CONSTANTS,
     WEAK,
     Kind,
@@ -61,40 +58,10 @@ from resumekit.capture.user_state.value_types import (
     wraps_others,
 )
 from resumekit.capture.user_state.walk import Seen, Walk
-from resumekit.errors import StateMismatchError
 from resumekit.serialization.encoding import encode
 
-NODE_SEQUENCES: dict[str, Any] = {each.__name__: each for each in (*SEQUENCES, *SETS)}
-NODE_MAPPINGS: dict[str, Any] = {each.__name__: each for each in MAPPINGS}
-# The fields of each kind of node, its name first.
-_NUM_FIELDS = {
-    **dict.fromkeys(("live",), 1),
-    **dict.fromkeys(("array", "code", "data", "dtype", "device", "named", "size"), 2),
-    **dict.fromkeys((*NODE_SEQUENCES, "enum", "generator", "stateful", "object", "elsewhere"), 3),
-    **dict.fromkeys(("call", "constant", "buffer", "shared", "objects", "parts"), 3),
-    **dict.fromkeys(("namedtuple", "reduced", "new", "copy", *NODE_MAPPINGS), 4),
-    **dict.fromkeys(("tensor", "parameter"), 5),
-}
-
-# What is next to the table: the field with its index, and its type.
-_DATA: dict[str, tuple[int, Any]] = {
-    **dict.fromkeys(("tensor", "parameter"), (1, torch.Tensor)),
-    "array": (1, np.ndarray),
-    **dict.fromkeys(("buffer", "shared"), (2, bytes)),
-    "data": (1, object),
-    **dict.fromkeys(("generator", "stateful"), (2, object)),
-}
 _MAX_INT = 1 << 63
 _MAX_NUMBERS = 1024  # in the text; longer lists are next to it
-
-# The fields that are lists of references or plain values, or the index of a list of numbers.
-_REFERENCES = {
-    **dict.fromkeys(NODE_SEQUENCES, (1,)),
-    **dict.fromkeys(NODE_MAPPINGS, (1, 2)),
-    **dict.fromkeys(("namedtuple", "reduced"), (3,)),
-    **dict.fromkeys(("call", "constant", "objects", "parts"), (2,)),
-    **dict.fromkeys(("tensor", "parameter"), (4,)),
-}
 
 
 class LiveClasses:
@@ -508,65 +475,6 @@ def _not_saved(value: Any) -> UncapturedError:
     return UncapturedError(f"{describe(value)} in it cannot be saved")
 
 
-def read_nodes(
-    where: str, state: Mapping[str, Any], values: Iterable[Any]
-) -> tuple[list[Any], list[Any]]:
-    """The table of a saved state, and what is next to it, as ``NodeDecoder`` can follow them.
-
-    Args:
-        where: what errors call the state.
-        state: has the text under ``nodes``, and what is next to it under ``data``.
-        values: that refer to the table.
-
-    Raises:
-        StateMismatchError: a node or a reference is malformed.
-    """
-    mismatch = functools.partial(
-        StateMismatchError, where, expected="user state", remedy="The checkpoint is damaged"
-    )
-    try:
-        nodes, data = _table_of(state)
-    except (ValueError, RecursionError) as error:
-        raise mismatch(found=f"no JSON: {error}") from error
-    if not isinstance(nodes, list):
-        raise mismatch(found=describe(nodes))
-    for node in nodes:
-        kind = node[0] if isinstance(node, list) and node else None
-        if kind in ("tensor", "parameter") and len(node) == 4:
-            node.append([])  # a former version saved no gradient
-        if not isinstance(kind, str) or len(node) != _NUM_FIELDS.get(kind):
-            raise mismatch(found=f"a node {kind!r:.40}")
-        field, expected = _DATA.get(kind, (0, str))
-        content = _at(data, node[field], kind)
-        if not isinstance(content, expected) or (field and content is kind):
-            raise mismatch(found=f"a node {kind} without its content")
-    for value in chain(values, *(_references(node, data) for node in nodes)):
-        if isinstance(value, list):
-            is_index = len(value) == 1 and type(value[0]) is int
-            if not is_index or not 0 <= value[0] < len(nodes):
-                raise mismatch(found="a reference to nothing")
-    return nodes, data
-
-
-def _table_of(state: Mapping[str, Any]) -> tuple[Any, list[Any]]:
-    if isinstance(state["nodes"], str):
-        return json.loads(state["nodes"] or "[]"), state["data"]
-    data: list[Any] = []  # a former version kept the content in the nodes
-    nodes = []
-    for node in state["nodes"]:
-        field, _ = _DATA.get(node[0], (None, None)) if node else (None, None)
-        if field is not None and field < len(node):
-            data.append(node[field])
-            node = [*node[:field], len(data) - 1, *node[field + 1 :]]
-        nodes.append(node)
-    return nodes, data
-
-
-def _at(data: Sequence[Any], index: Any, otherwise: Any) -> Any:
-    is_index = type(index) is int and 0 <= index < len(data)
-    return data[index] if is_index else otherwise
-
-
 def _is_text(value: Any) -> bool:
     """Whether JSON has it as it is."""
     kind = type(value)
@@ -582,13 +490,3 @@ def _is_text(value: Any) -> bool:
 def _as_it_is(value: Any) -> list[Any]:
     """A node for what the next launch has: at the same position, or under the same name."""
     return ["named", sort_of(value)] if kind_of(value) in NAMED else ["live"]
-
-
-def _references(node: Sequence[Any], data: Sequence[Any]) -> Iterable[Any]:
-    """What a node is made of; a reference to nothing where that is malformed."""
-    kind = node[0]
-    if kind in ("new", "copy"):
-        return node[3].values() if isinstance(node[3], dict) else [[]]
-    fields = [_at(data, node[index], node[index]) for index in _REFERENCES.get(kind, ())]
-    are_lists = all(isinstance(each, list) for each in fields)
-    return chain(*fields) if are_lists and len({*map(len, fields)}) < 2 else [[]]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from resumekit.capture.nested_state import describe
-from resumekit.errors import StateMismatchError
+from resumekit.errors import InvalidStateError, StateMismatchError
 from resumekit.serialization.sharding import fill
 
 _ALIGNMENT = 16  # of the largest element
@@ -307,11 +307,11 @@ def aliases(
 
 
 def check_layouts(where: str, layouts: Any, data: Sequence[Any]) -> None:
-    """Raises StateMismatchError unless these are layouts of some data."""
+    """Raises InvalidStateError unless these are layouts of some data."""
     for each in layouts if isinstance(layouts, list) else [layouts]:
         is_right = isinstance(each, (list, tuple)) and [*map(type, each)] == [str, int, list]
         if not is_right or not all(_is_member(member, data) for member in each[2]):
-            raise StateMismatchError(
+            raise InvalidStateError(
                 where, found=f"damaged: {each!r:.60}", expected="a layout of shared memory"
             )
 

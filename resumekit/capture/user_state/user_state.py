@@ -8,12 +8,11 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from weakref import ReferenceType
 
 from torch import nn
 
-from resumekit.capture.nested_state import require_fields
 from resumekit.capture.user_state.attributes import (
     Holder,
     Role,
@@ -28,9 +27,10 @@ from resumekit.capture.user_state.attributes import (
 from resumekit.capture.user_state.decoding import NodeDecoder, device_of
 from resumekit.capture.user_state.decoding import label_of as label_of
 from resumekit.capture.user_state.digests import TOO_MANY, UncapturedError, has_paths
-from resumekit.capture.user_state.encoding import NodeEncoder, read_nodes
+from resumekit.capture.user_state.encoding import NodeEncoder
 from resumekit.capture.user_state.exclusions import is_secret
-from resumekit.capture.user_state.memory import Layout, aliases, check_layouts
+from resumekit.capture.user_state.memory import Layout, aliases
+from resumekit.capture.user_state.table import UserStateContent
 from resumekit.capture.user_state.value_types import (
     SCALARS,
     Absent,
@@ -54,6 +54,7 @@ from resumekit.state import (
     AfterRng,
     BeforeSave,
     CaptureLine,
+    Checked,
     Fidelity,
     Renamed,
     Renaming,
@@ -89,7 +90,7 @@ class _Changes(NamedTuple):
     problems: dict[str, Problem]
 
 
-class UserState(Renamed, BeforeSave, AfterRng):
+class UserState(Checked, Renamed, BeforeSave, AfterRng):
     """What the attributes of a user's objects hold, where it is not what the script made.
 
     The state of the objects when this is made is the baseline. At a save, what differs from it is
@@ -108,6 +109,8 @@ class UserState(Renamed, BeforeSave, AfterRng):
     Attributes:
         always: the paths of what is saved also where it is what the script made.
     """
+
+    schema: ClassVar[Any] = UserStateContent
 
     def __init__(
         self,
@@ -391,21 +394,6 @@ class UserState(Renamed, BeforeSave, AfterRng):
         return is_root or not is_object or not is_library(owner)
 
     # ---------------------------------------------------------------- restoring
-
-    def check_state_dict(self, state: Any) -> None:
-        fields = {"slots": list, "first": dict, "lost": list, "holders": dict}
-        is_former = isinstance(state, dict) and isinstance(state.get("nodes"), list)
-        table = {"nodes": list} if is_former else {"nodes": str, "data": list}
-        require_fields(self.key, state, {**fields, **table})
-        for entry in state["slots"]:
-            is_right = isinstance(entry, list) and len(entry) == 4
-            names = entry[:3] if is_right else [None]
-            if not all(isinstance(each, str) for each in names) or entry[1] not in set(Role):
-                raise StateMismatchError(
-                    self.key, found=f"damaged: {entry!r:.60}", expected="a slot"
-                )
-        _, data = read_nodes(self.key, state, [entry[3] for entry in state["slots"]])
-        check_layouts(self.key, state.get("sharing", []), data)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Keeps the state until ``restore_now``: objects may make their attributes first.

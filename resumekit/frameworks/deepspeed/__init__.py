@@ -11,14 +11,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, ClassVar, TypedDict
 
 import torch
 
 from resumekit.capture.model import ModelState, by_clean_name
-from resumekit.capture.nested_state import Mismatch, class_name, refuse, require_fields
+from resumekit.capture.nested_state import Mismatch, class_name, refuse
 from resumekit.capture.objects import AttributeState, KnownObjects
 from resumekit.capture.optimizer import OptimizerState
+from resumekit.capture.rng import GeneratorState
 from resumekit.capture.slots import attribute_components, rank_buffer_components, state_components
 from resumekit.errors import ConfigurationError
 from resumekit.frameworks.deepspeed._private import (
@@ -44,7 +45,7 @@ from resumekit.frameworks.deepspeed._private import (
     get_cuda_rng_tracker,
 )
 from resumekit.frameworks.deepspeed.zero import ZeroModelState, ZeroOptimizerState, is_by_name
-from resumekit.state import ComponentState, SharingPattern, Slot, StateComponent
+from resumekit.state import Checked, Count, SharingPattern, Slot, StateComponent
 
 __all__ = [
     "dynamic_scaler",
@@ -182,8 +183,20 @@ def require_resumable(engine: Any, *, name: str = "engine") -> None:
         raise ConfigurationError(name, found=f"{', '.join(found)}: not available yet")
 
 
+class _CountersState(TypedDict):
+    global_steps: Count
+    global_samples: Count
+    micro_steps: Count
+    skipped_steps: Count
+    gradient_accumulation_steps: Count
+    gradient_accumulation_steps_at_start: Count
+    global_grad_norm: Any
+
+
 class _Counters(AttributeState):
     """The engine's counts and its last gradient norm; its own checkpoint lacks half of them."""
+
+    schema = _CountersState
 
     def __init__(self, engine: Any, *, key: str = _COUNTERS_KEY) -> None:
         super().__init__(engine, _COUNTERS, key=key)
@@ -221,8 +234,14 @@ class _Counters(AttributeState):
         return {"config": self._engine.config}
 
 
-class _TrackedRng(ComponentState):
+class _TrackedState(TypedDict):
+    states: dict[str, GeneratorState]
+
+
+class _TrackedRng(Checked):
     """The RNG states of the process that ``deepspeed.checkpointing`` draws from in ``fork()``."""
+
+    schema = _TrackedState
 
     def __init__(self, *, key: str) -> None:
         self.key = key
@@ -230,9 +249,6 @@ class _TrackedRng(ComponentState):
 
     def state_dict(self) -> dict[str, Any]:
         return {"states": self._tracker.get_states()}
-
-    def check_state_dict(self, state: Any) -> None:
-        require_fields(self.key, state, {"states": dict})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         self._tracker.set_states(copy.deepcopy(state["states"]))
@@ -247,7 +263,7 @@ class _LossScaler(AttributeState):
         super().__init__(scaler, names, key=key)
 
     def check_state_dict(self, state: Any) -> None:
-        require_fields(self.key, state, dict.fromkeys(_SCALE, object))
+        super().check_state_dict({**self.state_dict(), **state})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         # An optimizer without ZeRO has no hysteresis.
@@ -298,8 +314,15 @@ class _EngineModel(ModelState):
         return by_clean_name(self.module, found)
 
 
+class _FilesState(TypedDict):
+    layout: dict[str, str]
+    files: dict[str, dict[str, Any]]
+
+
 class _Optimizer(OptimizerState):
     """This rank's part of what ``engine.save_checkpoint`` saves. Collective, but for its check."""
+
+    schema: ClassVar[Any] = _FilesState
 
     def __init__(self, engine: Any, *, key: str) -> None:
         super().__init__(engine.optimizer, {}, key=key)
@@ -317,7 +340,6 @@ class _Optimizer(OptimizerState):
         return {"layout": self._layout(), "files": _KNOWN.plain(files, where=self.key)}
 
     def check_state_dict(self, state: Any) -> None:
-        require_fields(self.key, state, {"layout": dict, "files": dict})
         then, now = state["layout"], self._layout()
         mismatches = [
             Mismatch.changed(name, then.get(name), now.get(name))

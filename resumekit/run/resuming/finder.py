@@ -37,6 +37,7 @@ from resumekit.progress_display import human_bytes, show_progress
 from resumekit.run.agreement import ComponentGroups
 from resumekit.run.options import Options, names_component
 from resumekit.run.report import Rejection
+from resumekit.run.resuming.contents import check_contents
 from resumekit.run.resuming.state_origins import StateOrigins
 from resumekit.run.saving.background import drain
 from resumekit.run.saving.snapshot import Snapshot
@@ -309,6 +310,11 @@ class Found:
         """The checkpoint's inventory."""
         return self.reader.manifest
 
+    def every_state(self) -> Iterator[tuple[str, Any]]:
+        """The states that were read, each with the key of its component."""
+        yield from self.states.items()
+        yield from ((key, each) for key, found in self.former.items() for each in found.values())
+
     def leave(self, keys: Iterable[str]) -> None:
         """Forgets the states of some components."""
         for key in keys:
@@ -327,6 +333,7 @@ class Finder:
         membership: of those components.
         sources: whose state this rank takes.
         buffer: memory for what is copied into live tensors.
+        checked: the components whose states are checked, with those that a run always has.
         keys: the components that are read; None for all.
         renames: of this checkpoint, where it was read before.
     """
@@ -339,6 +346,7 @@ class Finder:
     membership: ComponentGroups
     sources: StateOrigins
     buffer: LoadBuffer
+    checked: Sequence[StateComponent]
     keys: Collection[str] | None = None
     renames: Renames | None = None
 
@@ -426,6 +434,7 @@ class Finder:
             reader = self.store.open_step(name)
             with self._shown(reader):
                 found = self._states(name, reader)
+            check_contents(reader.manifest, found.every_state(), self.checked)
         except ResumekitError as problem:
             error = problem
         errors = self.world.gather(error)

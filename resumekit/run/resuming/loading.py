@@ -13,7 +13,7 @@ from typing import Any
 from resumekit.capture.fingerprint import SettingChange, differences
 from resumekit.capture.gradients import gradient_keys
 from resumekit.capture.model import ModelState
-from resumekit.capture.nested_state import Restorer
+from resumekit.capture.nested_state import Restorer, live_load, require_loadable
 from resumekit.capture.objects import AttributeState
 from resumekit.data.keyed import SEED, check_randomness
 from resumekit.distributed import World
@@ -37,6 +37,7 @@ from resumekit.serialization.digests import state_digest
 from resumekit.state import (
     AfterResume,
     AfterRng,
+    Checked,
     ComponentState,
     InPlace,
     SharingPattern,
@@ -327,8 +328,15 @@ class Loading:
     def _check_states(self) -> None:
         """Lets every component refuse its state before any of them loads. Changes nothing."""
         for component in self.components:
-            if component.key in self.found.states:
-                component.state.check_state_dict(self.found.states[component.key])
+            key, stateful = component.key, component.stateful
+            if key not in self.found.states:
+                continue
+            state = self.found.states[key]
+            if isinstance(stateful, Checked):  # not all were known when it was read
+                stateful.check_content(key, state)
+            component.state.check_state_dict(state)
+            if not isinstance(stateful, ComponentState):
+                require_loadable(key, stateful, state)
 
     def _restore(self) -> list[str]:
         """Loads in the order of a restore; gives the components' messages."""
@@ -342,7 +350,8 @@ class Loading:
                 state = self.found.deferral.complete(key, state, stateful.live_tensors)
             if state is not states[key]:  # built again from the names of the file
                 state = self.found.renames.of(component, state)
-            notes += _words(stateful.load_state_dict(state))
+            with live_load(key):
+                notes += _words(stateful.load_state_dict(state))
         return notes
 
     def _start_fresh(self, keys: Sequence[str]) -> list[str]:
@@ -432,6 +441,7 @@ class RestoredState:
         self._finder = replace(
             finder,
             components=loading.components,
+            checked=loading.components,
             membership=loading.membership,
             sources=loading.sources,
             renames=found.renames,

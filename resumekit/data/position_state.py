@@ -1,0 +1,221 @@
+"""What a checkpoint has of the position in one loader, by the kind of the loader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeAlias, TypedDict
+
+import numpy as np
+
+from resumekit.capture.rng import GeneratorState, RngStates
+from resumekit.capture.user_state.table import UserStateContent
+from resumekit.data.epoch_order import KEYED, NAMED, UNKNOWN
+from resumekit.data.loader_traits import WRAPPED
+from resumekit.state import Count, Rule, Variants
+
+
+class _OptionalGeometry(TypedDict, total=False):
+    num_samples: Count | None
+    batch_size: int | None
+    drop_last: bool | None
+    num_replicas: Annotated[int, Rule("at least 1", lambda number: number > 0)]
+    samples_per_rank: Count | None
+    num_workers: Count | None
+    persistent_workers: bool | None
+
+
+class _Geometry(_OptionalGeometry):
+    num_batches: Count | None
+    generators: list[str]
+
+
+class _OptionalCommon(TypedDict, total=False):
+    content: UserStateContent
+    ranks: Any  # with the former number, until the loader begins
+    crossed: bool
+    reshared: bool
+
+
+class _Common(_OptionalCommon):
+    """What the position in any loader has."""
+
+    kind: str
+    epoch: Count
+    batch: Count
+    endless: bool
+    rebuilt: bool | None
+    made_anew: list[str]
+    geometry: _Geometry
+    generators: dict[str, GeneratorState]
+
+
+class _Records(TypedDict):
+    """The RNG states before some fetches, by the number of the batch."""
+
+    batches: np.ndarray[Any, Any]
+    states: np.ndarray[Any, Any]
+
+
+def _are_records(records: Mapping[str, Any]) -> bool:
+    batches, states = records["batches"], records["states"]
+    is_right = batches.dtype == np.int64 and states.dtype == np.uint8
+    return is_right and batches.ndim == 1 and states.ndim == 2 and len(batches) == len(states)
+
+
+_Fetches: TypeAlias = dict[str, Annotated[_Records, Rule("a state a batch", _are_records)]]
+
+
+class _NameOfUnknown(TypedDict):
+    kind: str
+    sampler: str | None
+
+
+class _OptionalName(TypedDict, total=False):
+    seed: int
+    epoch: Count
+    version: int
+    generator: str | None
+
+
+class _NameOfOrder(_OptionalName):
+    kind: str
+    length: Count
+
+
+class _OptionalSetting(TypedDict, total=False):
+    seed: int
+    sampler: str | None
+
+
+class _SamplerSetting(_OptionalSetting):
+    kind: str
+
+
+def _has_fields(name: Mapping[str, Any]) -> bool:
+    """Whether an order has what it is drawn from again."""
+    needed = {KEYED: {"seed", "epoch", "version"}, "seeded": {"seed", "epoch"}}
+    needed |= {"seeded by epoch": {"seed", "epoch"}, "drawn": {"generator"}}
+    return needed.get(name["kind"], set()) <= name.keys()
+
+
+_Named: TypeAlias = Annotated[_NameOfOrder, Rule("the name of an order", _has_fields)]
+_OrderName: TypeAlias = Annotated[
+    dict[str, Any], Variants("kind", {UNKNOWN: _NameOfUnknown, **dict.fromkeys(NAMED, _Named)})
+]
+
+
+class _OptionalStart(TypedDict, total=False):
+    at_iter: RngStates
+    at_first: RngStates | None
+    after_iter: list[Any]
+
+
+class _Used(TypedDict):
+    since: Count
+    replica: Count
+    num_replicas: Annotated[int, Rule("at least 1", lambda number: number > 0)]
+    in_a_row: Annotated[int, Rule("at least 1", lambda number: number > 0)]
+    digest: str | None
+
+
+class _Order(TypedDict):
+    """The indices of an epoch; those of batches with their lengths."""
+
+    indices: np.ndarray[Any, Any]
+    lengths: np.ndarray[Any, Any] | None
+    kind: str
+
+
+def _is_order(order: Mapping[str, Any]) -> bool:
+    indices, lengths = order["indices"], order["lengths"]
+    arrays = [indices] if lengths is None else [indices, lengths]
+    if any(each.dtype != np.int64 or each.ndim != 1 for each in arrays):
+        return False
+    is_whole = lengths is None or (int(lengths.sum()) == len(indices) and not (lengths < 0).any())
+    return is_whole and order["kind"] in ("int", "int64", "Tensor")
+
+
+class _WorkerState(TypedDict):
+    states: dict[str, bytes]
+
+
+class _OptionalMapStyle(_Common, total=False):
+    order: Annotated[_Order, Rule("the indices of an epoch", _is_order)] | None
+    objects: UserStateContent
+    copied: UserStateContent
+
+
+class _MapStyle(_OptionalMapStyle):
+    samples: Count
+    order_name: _OrderName | None
+    start: _OptionalStart | None
+    draws: _Fetches
+    used: _Used | None
+    sampler: _SamplerSetting
+    num_workers: Count | None
+    before: RngStates | None
+    workers: dict[int | str, _WorkerState]
+
+
+def _knows_epoch(position: Mapping[str, Any]) -> bool:
+    """Whether it names the order of the epoch that it is in."""
+    return not position["batch"] or None not in (position["order_name"], position["used"])
+
+
+class _OptionalOuter(_Common, total=False):
+    ahead_values: list[dict[str, Any]]
+    ahead_contents: list[str]
+
+
+class _Outer(_OptionalOuter):
+    inner: PositionState
+    ahead: list[RngStates | None]
+
+
+def _are_alike(position: Mapping[str, Any]) -> bool:
+    """Whether each batch that was fetched ahead has its entries."""
+    lists = (position.get(name) for name in ("ahead", "ahead_values", "ahead_contents"))
+    return len({len(each) for each in lists if each is not None}) == 1
+
+
+class _Stateful(_Common):
+    loader: Any
+    start: RngStates | None
+
+
+class _Birth(TypedDict):
+    epoch: Count
+    rng: RngStates
+
+
+class _Workers(TypedDict):
+    birth: _Birth | None
+    states: dict[int, bytes]
+
+
+class _OptionalReplay(_Common, total=False):
+    objects: UserStateContent | None
+
+
+class _Replay(_OptionalReplay):
+    start: RngStates | None
+    fetches: _Fetches | None
+    contents: str | None
+    workers: _Workers | None
+
+
+def _has_start(position: Mapping[str, Any]) -> bool:
+    return not position["batch"] or position["start"] is not None
+
+
+_BY_SAMPLES = Annotated[_MapStyle, Rule("the order of its epoch", _knows_epoch)]
+_AHEAD = Annotated[_Outer, Rule("entries for each batch ahead", _are_alike)]
+_KINDS = {
+    "map": _BY_SAMPLES,
+    "keyed": _BY_SAMPLES,
+    WRAPPED: _AHEAD,
+    "ahead": _AHEAD,
+    "stateful": Annotated[_Stateful, Rule("the start of its epoch", _has_start)],
+    "replay": Annotated[_Replay, Rule("the start of its epoch", _has_start)],
+}
+PositionState: TypeAlias = Annotated[dict[str, Any], Variants("kind", _KINDS)]
