@@ -25,7 +25,7 @@ derives from the builtin that a caller would expect, so ``except ValueError`` ke
     │   └── NoUsableCheckpointError          checkpoints exist, and none can be used
     ├── StateMismatchError (ValueError)      the checkpoint does not match the live objects
     │   └── DriftError                       the state matches, but a setting has changed
-    ├── IncompleteLoadError (RuntimeError)   the files changed during a load; end the process
+    ├── IncompleteLoadError (RuntimeError)   a load failed half-way; end the process
     ├── DataPositionError (RuntimeError)     the data position cannot be restored
     ├── LoopError (RuntimeError)             the loop makes calls in an invalid order
     ├── RankDisagreementError (RuntimeError) the ranks of one job have different values
@@ -184,7 +184,7 @@ class DriftError(StateMismatchError):
 
 
 class IncompleteLoadError(ResumekitError, RuntimeError):
-    """A checkpoint changed while it was loaded; some live objects are changed, and others not."""
+    """A load failed when some live objects were changed already; the process has to end."""
 
 
 class DataPositionError(ResumekitError, RuntimeError):

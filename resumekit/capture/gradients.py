@@ -82,7 +82,7 @@ class AccumulatedGradients(Checked, Renamed, AfterRng):
         flat: gives the parameters of a model under FSDP1.
     """
 
-    schema = _NotNeeded | _GradientsState
+    schema = _GradientsState | _NotNeeded
 
     def __init__(
         self,

@@ -25,8 +25,7 @@ from resumekit.capture.global_rng import (
 )
 from resumekit.capture.nested_state import Mismatch, describe, refuse
 from resumekit.errors import DeclarationError, StateMismatchError
-from resumekit.state import Checked, Fidelity, Resplit, Rule, WorldChange
-from resumekit.state.schema import Misfit, misfits
+from resumekit.state import Checked, Fidelity, Misfit, Resplit, Rule, WorldChange, misfits
 
 _REMEDY = "Hand over the same generators under the same names as when the checkpoint was written"
 

@@ -9,16 +9,18 @@ import numpy as np
 
 from resumekit.capture.rng import GeneratorState, RngStates
 from resumekit.capture.user_state.table import UserStateContent
-from resumekit.data.epoch_order import KEYED, NAMED, UNKNOWN
+from resumekit.data.epoch_order import DRAWN, IN_ORDER, KEYED, SEEDED, SEEDED_BY_EPOCH
 from resumekit.data.loader_traits import WRAPPED
 from resumekit.state import Count, Rule, Variants
+
+_Positive: TypeAlias = Annotated[int, Rule("at least 1", lambda number: number > 0)]
 
 
 class _OptionalGeometry(TypedDict, total=False):
     num_samples: Count | None
     batch_size: int | None
     drop_last: bool | None
-    num_replicas: Annotated[int, Rule("at least 1", lambda number: number > 0)]
+    num_replicas: _Positive
     samples_per_rank: Count | None
     num_workers: Count | None
     persistent_workers: bool | None
@@ -65,43 +67,26 @@ def _are_records(records: Mapping[str, Any]) -> bool:
 _Fetches: TypeAlias = dict[str, Annotated[_Records, Rule("a state a batch", _are_records)]]
 
 
-class _NameOfUnknown(TypedDict):
-    kind: str
-    sampler: str | None
+# The numbers from which an order of this kind is drawn again; of a sampler's own kinds none are.
+_NUMBERS = {
+    IN_ORDER: ("length",),
+    DRAWN: ("length",),
+    **dict.fromkeys((SEEDED, SEEDED_BY_EPOCH), ("length", "seed", "epoch")),
+    KEYED: ("length", "seed", "epoch", "version"),
+}
 
 
-class _OptionalName(TypedDict, total=False):
-    seed: int
-    epoch: Count
-    version: int
-    generator: str | None
+def _has_kind(setting: Mapping[str, Any]) -> bool:
+    return isinstance(setting.get("kind"), str)
 
 
-class _NameOfOrder(_OptionalName):
-    kind: str
-    length: Count
+def _names_order(name: Mapping[str, Any]) -> bool:
+    if not _has_kind(name) or (name["kind"] == DRAWN and "generator" not in name):
+        return False
+    return all(type(name.get(each)) is int for each in _NUMBERS.get(name["kind"], ()))
 
 
-class _OptionalSetting(TypedDict, total=False):
-    seed: int
-    sampler: str | None
-
-
-class _SamplerSetting(_OptionalSetting):
-    kind: str
-
-
-def _has_fields(name: Mapping[str, Any]) -> bool:
-    """Whether an order has what it is drawn from again."""
-    needed = {KEYED: {"seed", "epoch", "version"}, "seeded": {"seed", "epoch"}}
-    needed |= {"seeded by epoch": {"seed", "epoch"}, "drawn": {"generator"}}
-    return needed.get(name["kind"], set()) <= name.keys()
-
-
-_Named: TypeAlias = Annotated[_NameOfOrder, Rule("the name of an order", _has_fields)]
-_OrderName: TypeAlias = Annotated[
-    dict[str, Any], Variants("kind", {UNKNOWN: _NameOfUnknown, **dict.fromkeys(NAMED, _Named)})
-]
+_OrderName: TypeAlias = Annotated[dict[str, Any], Rule("the name of an order", _names_order)]
 
 
 class _OptionalStart(TypedDict, total=False):
@@ -113,8 +98,8 @@ class _OptionalStart(TypedDict, total=False):
 class _Used(TypedDict):
     since: Count
     replica: Count
-    num_replicas: Annotated[int, Rule("at least 1", lambda number: number > 0)]
-    in_a_row: Annotated[int, Rule("at least 1", lambda number: number > 0)]
+    num_replicas: _Positive
+    in_a_row: _Positive
     digest: str | None
 
 
@@ -151,10 +136,14 @@ class _MapStyle(_OptionalMapStyle):
     start: _OptionalStart | None
     draws: _Fetches
     used: _Used | None
-    sampler: _SamplerSetting
+    sampler: Annotated[dict[str, Any], Rule("a kind of order", _has_kind)]
     num_workers: Count | None
     before: RngStates | None
     workers: dict[int | str, _WorkerState]
+
+
+def _has_generators(position: Mapping[str, Any]) -> bool:
+    return {*position["generators"]} == {*position["geometry"]["generators"]}
 
 
 def _knows_epoch(position: Mapping[str, Any]) -> bool:
@@ -218,4 +207,8 @@ _KINDS = {
     "stateful": Annotated[_Stateful, Rule("the start of its epoch", _has_start)],
     "replay": Annotated[_Replay, Rule("the start of its epoch", _has_start)],
 }
-PositionState: TypeAlias = Annotated[dict[str, Any], Variants("kind", _KINDS)]
+PositionState: TypeAlias = Annotated[
+    dict[str, Any],
+    Variants("kind", _KINDS),
+    Rule("the states of all its generators", _has_generators),
+]

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from types import CodeType, SimpleNamespace
-from typing import Annotated, Any, ClassVar, TypedDict
+from typing import Any, ClassVar
 from weakref import ref
 
 import numpy as np
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from resumekit.capture.nested_state import class_name
 from resumekit.capture.slots import is_training, slot_of
 from resumekit.capture.user_state.attributes import Holder
-from resumekit.capture.user_state.table import Followable, SavedSlot, UserStateFields
 from resumekit.capture.user_state.user_state import UserState, label_of
 from resumekit.capture.user_state.value_types import SCALARS, is_code, is_left_out
 from resumekit.capture.user_state.walk import Paths, Seen, Walk
@@ -54,7 +53,8 @@ from resumekit.run.unsaved_changes import (
     loaders_at,
     paths_of_loaders,
 )
-from resumekit.state import CaptureLine, Count, Fidelity, Resplit, Slot, WorldChange
+from resumekit.run.variables_state import VariablesContent
+from resumekit.state import CaptureLine, Fidelity, Resplit, Slot, WorldChange
 
 # Plain values: all that is kept of the variables at an epoch's start. The rest is read at the save.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.ndarray, np.generic)
@@ -67,35 +67,6 @@ _AT_EPOCH = "@epoch"  # ends the name of a frame's variables as they were when t
 RESTORE, REPORT, OFF = "restore", "report", "off"
 
 
-class _OptionalScript(TypedDict, total=False):
-    loaders: dict[str, str]
-    counts: EnumerateCounts
-    epoch_counts: EnumerateCounts
-    ranges: dict[str, int]
-
-
-class _Script(_OptionalScript):
-    """What the code was at the fetch, and what it begins with."""
-
-    sites: list[_Site]
-    digests: dict[str, str]
-
-
-class _Site(TypedDict):
-    """``Site``."""
-
-    file: str
-    function: str
-    digest: str
-    lasti: Count
-    line: Count
-
-
-class _VariablesFields(UserStateFields):
-    at_epoch: list[SavedSlot]
-    script: _Script
-
-
 class LoopVariables(UserState):
     """The component ``variables``: of the user's running functions, with all that they reach.
 
@@ -105,7 +76,7 @@ class LoopVariables(UserState):
         named: gives the models, optimizers and the like among it, by their keys.
     """
 
-    schema: ClassVar[Any] = Annotated[_VariablesFields, Followable()]
+    schema: ClassVar[Any] = VariablesContent
 
     def __init__(
         self,

@@ -331,7 +331,7 @@ class BestSelection(Checked):
         mode: ``"min"`` or ``"max"``.
     """
 
-    schema = _NoMetric | _BestState
+    schema = _BestState | _NoMetric
 
     def __init__(self, name: str | None, mode: str) -> None:
         self.name, self._mode = name, mode

@@ -25,7 +25,7 @@ from resumekit.state.component import (
     states_of,
 )
 from resumekit.state.renaming import Renaming, common_prefix_change, nearest_prefixes
-from resumekit.state.schema import Count, Finite, Rule, Variants, check_schema
+from resumekit.state.schema import Count, Misfit, Rule, Variants, check_schema, misfits
 
 __all__ = [
     "CLOCK_SUFFIXES",
@@ -38,8 +38,8 @@ __all__ = [
     "ComponentState",
     "Count",
     "Fidelity",
-    "Finite",
     "InPlace",
+    "Misfit",
     "Renamed",
     "Renaming",
     "Resplit",
@@ -54,6 +54,7 @@ __all__ = [
     "check_components",
     "check_schema",
     "common_prefix_change",
+    "misfits",
     "nearest_prefixes",
     "states_of",
 ]

@@ -7,7 +7,6 @@ state. A dict has exactly the keys of its ``TypedDict``, but for those of a base
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -73,7 +72,6 @@ class Variants:
 
 
 Count = Annotated[int, Rule("a count", lambda value: 0 <= value < 2**63)]
-Finite = Annotated[float, Rule("a finite number", math.isfinite)]
 
 
 def check_schema(key: str, schema: Any, state: Any) -> None:

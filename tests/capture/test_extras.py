@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from resumekit.capture.objects import AttributeState, Extras, KnownObjects
-from resumekit.errors import StateMismatchError, UnsupportedValueError
+from resumekit.errors import InvalidStateError, StateMismatchError, UnsupportedValueError
 from resumekit.state import ComponentState
 
 
@@ -164,7 +164,8 @@ def test_an_object_may_refuse_its_own_state(stored: Any) -> None:
 
 @pytest.mark.parametrize("state", [None, {}, {"values": []}])
 def test_what_is_no_state_of_extras_is_refused(state: Any) -> None:
-    assert "extras" in refused({}, state)
+    with pytest.raises(InvalidStateError, match="extras"):
+        Extras({}).check_content("extras", state)
 
 
 def test_named_attributes_are_restored_and_others_stay() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW
 
 from resumekit.capture.optimizer import OptimizerState
-from resumekit.errors import ConfigurationError, StateMismatchError
+from resumekit.errors import ConfigurationError, InvalidStateError, StateMismatchError
 
 
 class TwoLayers(nn.Module):
@@ -496,8 +496,8 @@ def test_another_order_is_refused_for_lbfgs_which_keeps_one_flat_vector(stored: 
 
 @pytest.mark.parametrize("state", [None, [], {}, {"class": 3}, {"class": "torch.optim.adam.Adam"}])
 def test_what_is_no_optimizer_state_is_refused(state: Any) -> None:
-    with pytest.raises(StateMismatchError, match="optimizer"):
-        adam_state().check_state_dict(state)
+    with pytest.raises(InvalidStateError, match="optimizer"):
+        adam_state().check_content("optimizer", state)
 
 
 def test_a_check_changes_nothing(stored: Any, assert_same: Any) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from resumekit.capture.model import ModelState, RankBuffers
 from resumekit.capture.rng import RngState, generator_state, set_generator_state, states_of_new_rank
-from resumekit.errors import DeclarationError, StateMismatchError
+from resumekit.errors import DeclarationError, InvalidStateError, StateMismatchError
 from resumekit.state import WorldChange
 
 BIT_GENERATORS = [
@@ -163,8 +163,8 @@ def test_a_torch_state_of_another_size_is_refused(stored: Any) -> None:
 
 @pytest.mark.parametrize("state", [None, {}, {"python": 3}, {"python": {}, "numpy": {}}])
 def test_what_is_no_random_state_is_refused(state: Any) -> None:
-    with pytest.raises(StateMismatchError, match="rng"):
-        RngState().check_state_dict(state)
+    with pytest.raises(InvalidStateError, match="rng"):
+        RngState().check_content("rng", state)
 
 
 @pytest.mark.parametrize("given", [random.SystemRandom(), 3, np.random.SeedSequence(1)], ids=type)

@@ -9,7 +9,7 @@ import torch
 from torch.amp import GradScaler
 
 from resumekit.capture.objects import ScalerState
-from resumekit.errors import StateMismatchError
+from resumekit.errors import InvalidStateError, StateMismatchError
 
 
 def scaler(*, enabled: bool = True) -> GradScaler:
@@ -84,8 +84,8 @@ def test_a_missing_value_is_refused(stored: Any) -> None:
 
 @pytest.mark.parametrize("state", [None, {}, {"values": 3}])
 def test_what_is_no_scaler_state_is_refused(state: Any) -> None:
-    with pytest.raises(StateMismatchError, match="grad_scaler"):
-        ScalerState(scaler()).check_state_dict(state)
+    with pytest.raises(InvalidStateError, match="grad_scaler"):
+        ScalerState(scaler()).check_content("grad_scaler", state)
 
 
 def test_the_fingerprint_says_whether_it_is_enabled() -> None:

@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR
 
 from resumekit.capture.scheduler import SchedulerState, horizon
-from resumekit.errors import StateMismatchError
+from resumekit.errors import InvalidStateError, StateMismatchError
 from resumekit.serialization.digests import state_digest
 
 STEPS_BEFORE, STEPS_AFTER = 4, 8
@@ -228,8 +228,8 @@ def test_a_callable_object_on_one_side_only_is_refused(stored: Any) -> None:
 
 @pytest.mark.parametrize("state", [None, {}, {"classes": 3}, {"classes": {}}])
 def test_what_is_no_scheduler_state_is_refused(state: Any) -> None:
-    with pytest.raises(StateMismatchError, match="lr_scheduler"):
-        fresh(sequential).check_state_dict(state)
+    with pytest.raises(InvalidStateError, match="lr_scheduler"):
+        fresh(sequential).check_content("lr_scheduler", state)
 
 
 def test_an_attribute_that_the_checkpoint_lacks_stays_as_built_and_is_reported(stored: Any) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from resumekit.capture.user_state.memory import strides_of
 from resumekit.capture.user_state.user_state import UserState
-from resumekit.errors import StateMismatchError
+from resumekit.errors import InvalidStateError, StateMismatchError
 
 KEY = "callbacks/attributes"
 
@@ -272,10 +272,10 @@ def test_a_malformed_layout_is_refused_and_nothing_changes(layouts: Any) -> None
     nodes = '[["tensor",0,false,false,[]]]'
     slots = [["one", "attribute", "first", [0]]]
     state = {"slots": slots, "nodes": nodes, "data": [torch.ones(2)], **rest}
-    with pytest.raises(StateMismatchError):
-        restore({**state, "sharing": layouts}, live)
+    with pytest.raises(InvalidStateError):
+        live.check_content(live.key, {**state, "sharing": layouts})
     assert (box.first, box.script.tolist()) == (None, [0, 0, 0, 0])
-    live.check_state_dict({**state, "sharing": [LAYOUT]})
+    live.check_content(live.key, {**state, "sharing": [LAYOUT]})
 
 
 # ---------------------------------------------------------------- gradients

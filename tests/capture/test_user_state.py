@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from resumekit.capture.user_state.attributes import Holder as Root
 from resumekit.capture.user_state.user_state import UserState
 from resumekit.capture.user_state.value_types import Kind, kind_of_class
-from resumekit.errors import StateMismatchError
+from resumekit.errors import InvalidStateError, StateMismatchError
 from resumekit.state import Fidelity
 
 KEY = "callbacks/attributes"
@@ -393,8 +393,8 @@ def test_the_state_dict_of_a_holder_is_used(stored: Any) -> None:
     ],
 )
 def test_a_malformed_state_is_refused(state: Any) -> None:
-    with pytest.raises(StateMismatchError):
-        user_state().check_state_dict(state)
+    with pytest.raises(InvalidStateError):
+        user_state().check_content("callbacks/attributes", state)
 
 
 @pytest.mark.parametrize("name", ["__class__", "__dict__", "step", "rate", "no name"])

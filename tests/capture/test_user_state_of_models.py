@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from resumekit.capture.slots import attribute_components
 from resumekit.capture.user_state.attributes import Holder
 from resumekit.capture.user_state.user_state import UserState
-from resumekit.errors import StateMismatchError
+from resumekit.errors import InvalidStateError
 from resumekit.state import Fidelity, WorldChange
 
 
@@ -288,8 +288,8 @@ def test_another_number_of_ranks_takes_over_those_of_one() -> None:
 
 
 def test_a_state_of_something_else_is_refused() -> None:
-    with pytest.raises(StateMismatchError):
-        state_of(nn.Linear(1, 1)).check_state_dict({"names": 3})
+    with pytest.raises(InvalidStateError):
+        state_of(nn.Linear(1, 1)).check_content("model/attributes", {"names": 3})
 
 
 def test_a_parameter_that_training_adds_to_a_module_of_an_object_is_restored(stored: Any) -> None:

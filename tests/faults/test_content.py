@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from crashlab.content import REPLACEMENTS, Mutation, edit, mutations, reseal
-from crashlab.judging import BROKEN, Judge
+from crashlab.judging import BROKEN, OWN, Judge
 from crashlab.programs import LOADERS, NEWEST, OLDER, Program, make_run
 from resumekit.errors import NoUsableCheckpointError, ResumekitError
 from resumekit.run.resuming import finder
@@ -50,6 +50,12 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return of
 
 
+def _is_broken(mutation: Mutation, outcome: str) -> bool:
+    word = outcome.partition(":")[0]
+    is_user_state = mutation.path[0] in ("extras", "variables") or "attributes" in mutation.path[0]
+    return word in BROKEN or (word == OWN and not is_user_state)
+
+
 def _is_silently_wrong(mutation: Mutation, outcome: str) -> bool:
     path = str(mutation)
     decides = path.startswith(POSITIONS) and not any(each in path for each in STATES)
@@ -64,7 +70,7 @@ def _judged(judge: Judge, chosen: list[Mutation]) -> tuple[Counter[str], list[st
         outcome = judge.outcome(each.apply)
         word = outcome.partition(":")[0]
         counts[word] += 1
-        if word in BROKEN or _is_silently_wrong(each, outcome):
+        if _is_broken(each, outcome) or _is_silently_wrong(each, outcome):
             wrong.append(f"{each}: {outcome}")
     return counts, wrong
 

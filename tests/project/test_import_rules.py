@@ -105,8 +105,8 @@ PUBLIC_MODULES: dict[str, str] = {
     ),
     "capture": (
         "ddp_buckets fingerprint fsdp1 global_rng gradients model nested_state objects optimizer "
-        "rng scheduler slots user_state.attributes user_state.exclusions user_state.user_state "
-        "user_state.value_types user_state.walk"
+        "rng scheduler slots user_state.attributes user_state.exclusions user_state.table "
+        "user_state.user_state user_state.value_types user_state.walk"
     ),
     "data": "keyed loader_traits position prefetching source",
     "record": "comparison conditions journal moments step_values trace",

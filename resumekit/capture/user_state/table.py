@@ -20,8 +20,7 @@ from resumekit.capture.user_state.attributes import Role
 from resumekit.capture.user_state.memory import check_layouts
 from resumekit.capture.user_state.value_types import MAPPINGS, SEQUENCES, SETS
 from resumekit.errors import InvalidStateError
-from resumekit.state import Count, Rule
-from resumekit.state.schema import Misfit
+from resumekit.state import Count, Misfit, Rule
 
 NODE_SEQUENCES: dict[str, Any] = {each.__name__: each for each in (*SEQUENCES, *SETS)}
 NODE_MAPPINGS: dict[str, Any] = {each.__name__: each for each in MAPPINGS}
@@ -120,6 +119,8 @@ def read_nodes(
             is_index = len(value) == 1 and type(value[0]) is int
             if not is_index or not 0 <= value[0] < len(nodes):
                 raise mismatch(found="a reference to nothing")
+        elif isinstance(value, (dict, tuple)):
+            raise mismatch(found=f"{describe(value)} outside of the table")
     return nodes, data
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from resumekit.errors import ResumekitError
 UNTIL = 9
 
 # The outcomes that the library promises never to have.
+OWN = "the program's own error"  # of its code, with a value of its own that any may be
 BROKEN = ("untyped error", "typed error after live objects had changed", "another run, no warning")
 
 
@@ -57,7 +59,8 @@ class Judge:
             except ResumekitError as error:
                 return f"refused at the first batch: {error}"
             except Exception as error:  # noqa: BLE001 - the same
-                return f"{BROKEN[0]}: at a batch: {error!r}"
+                word = OWN if _is_of_program(error) else BROKEN[0]
+                return f"{word}: at a batch: {error!r}"
         self._reached = f"{program.digest()} {variables}"
         if self._reached == self._expected:
             names = [each.reason for each in report.rejected]
@@ -65,6 +68,13 @@ class Judge:
         if report.rejected:
             return f"another run from the older checkpoint: {report.rejected[0].reason}"
         return f"another run: {warnings.lines[0]}" if warnings.lines else "another run"
+
+
+def _is_of_program(error: Exception) -> bool:
+    """Whether the library was not asked for anything when it was raised."""
+    files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    inner = next(n for n, each in enumerate(reversed(files)) if each.name == "programs.py")
+    return not any("resumekit" in each.parts for each in files[len(files) - inner :])
 
 
 class _Warnings(logging.Handler):
