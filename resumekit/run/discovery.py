@@ -23,12 +23,12 @@ from resumekit.capture.model import by_key, unwrapped
 from resumekit.capture.slots import slot_of
 from resumekit.capture.user_state.value_types import is_library
 from resumekit.distributed import World
-from resumekit.errors import ConfigurationError, StateMismatchError
+from resumekit.errors import ConfigurationError, InvalidStateError, StateMismatchError
 from resumekit.live import find_frames
 from resumekit.run.report import Reporter
 from resumekit.run.resuming.finder import Found
 from resumekit.run.steps_taken import inner_optimizers
-from resumekit.state import Slot, StateComponent
+from resumekit.state import Slot, StateComponent, check_state
 
 # From a variable: e.g. a method, its object, a dict in it, a model in that.
 _MAX_DEPTH = 6
@@ -206,8 +206,8 @@ def _saved_names(
 
 def _fits(component: StateComponent, state: Any) -> bool:
     try:
-        component.state.check_state_dict(state)
-    except StateMismatchError:
+        check_state(component, state)
+    except (InvalidStateError, StateMismatchError):
         return False
     return True
 

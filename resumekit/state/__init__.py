@@ -22,6 +22,7 @@ from resumekit.state.component import (
     Validation,
     WorldChange,
     check_components,
+    check_state,
     states_of,
 )
 from resumekit.state.renaming import Renaming, common_prefix_change, nearest_prefixes
@@ -53,6 +54,7 @@ __all__ = [
     "WorldChange",
     "check_components",
     "check_schema",
+    "check_state",
     "common_prefix_change",
     "misfits",
     "nearest_prefixes",

@@ -494,6 +494,18 @@ def _check_key(key: str) -> None:
         )
 
 
+def check_state(component: StateComponent, state: Any) -> None:
+    """Checks a saved state of a component; changes nothing.
+
+    Raises:
+        InvalidStateError: it is none that such a component writes.
+        StateMismatchError: it does not fit the live objects.
+    """
+    if isinstance(component.stateful, Checked):
+        component.stateful.check_content(component.key, state)
+    component.state.check_state_dict(state)
+
+
 def check_components(components: Iterable[StateComponent]) -> tuple[StateComponent, ...]:
     """The components with their patterns resolved.
 

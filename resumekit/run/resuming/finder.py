@@ -51,6 +51,7 @@ from resumekit.state import (
     SharingPattern,
     Slot,
     StateComponent,
+    check_state,
     common_prefix_change,
     nearest_prefixes,
 )
@@ -592,7 +593,7 @@ def read_sharded_component(
     return read_sharded(
         source,
         lambda state: pairs_of(live.state, state),
-        live.state.check_state_dict,
+        partial(check_state, live),
         merge=lambda states: renames.of(live, merge_states(live.state, record.key, states)),
         part_of=partial(part_of, live.state) if in_stages else None,
     )

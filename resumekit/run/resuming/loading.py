@@ -37,13 +37,13 @@ from resumekit.serialization.digests import state_digest
 from resumekit.state import (
     AfterResume,
     AfterRng,
-    Checked,
     ComponentState,
     InPlace,
     SharingPattern,
     Slot,
     StateComponent,
     WorldChange,
+    check_state,
     states_of,
 )
 from resumekit.storage.directories import StepName
@@ -332,9 +332,7 @@ class Loading:
             if key not in self.found.states:
                 continue
             state = self.found.states[key]
-            if isinstance(stateful, Checked):  # not all were known when it was read
-                stateful.check_content(key, state)
-            component.state.check_state_dict(state)
+            check_state(component, state)  # not all were known when it was read
             if not isinstance(stateful, ComponentState):
                 require_loadable(key, stateful, state)
 
