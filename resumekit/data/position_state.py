@@ -38,7 +38,11 @@ class _OptionalCommon(TypedDict, total=False):
     reshared: bool
 
 
-class _Common(_OptionalCommon):
+class _Recreated(TypedDict):
+    made_anew: list[str]
+
+
+class _Common(_OptionalCommon, _Recreated):
     """What the position in any loader has."""
 
     kind: str
@@ -46,7 +50,6 @@ class _Common(_OptionalCommon):
     batch: Count
     endless: bool
     rebuilt: bool | None
-    made_anew: list[str]
     geometry: _Geometry
     generators: dict[str, GeneratorState]
 

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from crashlab.content import REPLACEMENTS, Mutation, edit, mutations, reseal
-from crashlab.judging import BROKEN, OWN, Judge
+from crashlab.judging import BROKEN, PROGRAM_ERROR, Judge
 from crashlab.programs import LOADERS, NEWEST, OLDER, Program, make_run
 from resumekit.errors import NoUsableCheckpointError, ResumekitError
 from resumekit.run.resuming import finder
@@ -53,7 +53,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def _is_broken(mutation: Mutation, outcome: str) -> bool:
     word = outcome.partition(":")[0]
     is_user_state = mutation.path[0] in ("extras", "variables") or "attributes" in mutation.path[0]
-    return word in BROKEN or (word == OWN and not is_user_state)
+    return word in BROKEN or (word == PROGRAM_ERROR and not is_user_state)
 
 
 def _is_silently_wrong(mutation: Mutation, outcome: str) -> bool:
@@ -184,19 +184,19 @@ VALUES = st.recursive(
 )
 
 
-def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
+def _locations(tree: Any) -> Iterator[tuple[Any, Any]]:
     items = tree.items() if isinstance(tree, dict) else enumerate(tree)
     for key, value in [*items]:
         yield tree, key
         if isinstance(value, (dict, list)):
-            yield from _places(value)
+            yield from _locations(value)
 
 
 def _any_change(data: st.DataObject, step: Path, file: str) -> None:
     """Changes one value at any depth of a JSON file, and seals it again."""
     content = json.loads((step / file).read_bytes())
     content.pop("digest", None)
-    parent, key = data.draw(st.sampled_from([*_places(content)]))
+    parent, key = data.draw(st.sampled_from([*_locations(content)]))
     if isinstance(parent, dict) and data.draw(st.booleans()):
         parent[data.draw(st.text(max_size=9))] = parent.pop(key)
     else:

@@ -15,7 +15,7 @@ from resumekit.errors import ResumekitError
 UNTIL = 9
 
 # The outcomes that the library promises never to have.
-OWN = "the program's own error"  # of its code, with a value of its own that any may be
+PROGRAM_ERROR = "the program's own error"  # of its code, with a value of its own that any may be
 BROKEN = ("untyped error", "typed error after live objects had changed", "another run, no warning")
 
 
@@ -59,7 +59,7 @@ class Judge:
             except ResumekitError as error:
                 return f"refused at the first batch: {error}"
             except Exception as error:  # noqa: BLE001 - the same
-                word = OWN if _is_of_program(error) else BROKEN[0]
+                word = PROGRAM_ERROR if _is_of_program(error) else BROKEN[0]
                 return f"{word}: at a batch: {error!r}"
         self._reached = f"{program.digest()} {variables}"
         if self._reached == self._expected:
