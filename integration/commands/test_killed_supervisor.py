@@ -20,17 +20,16 @@ MODULE = (sys.executable, "-m")
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
 ACCELERATE = (
     *("accelerate.commands.launch", "--cpu", "--num_machines=1", "--mixed_precision=no"),
-    *("--dynamo_backend=no", "--main_process_port=0"),
+    *("--dynamo_backend=no", "--main_process_port=0", "--num_processes=1"),
 )
 DEEPSPEED = ("deepspeed.launcher.runner", "--no_local_rank", "--num_gpus=1", "--master_port=0")
 COMMANDS = {
     "python": [sys.executable, "train_torch.py"],
     "torchrun": [*MODULE, *TORCHRUN, "train_ddp.py"],
-    "accelerate": [*MODULE, *ACCELERATE, "--num_processes=1", "train_accelerate.py"],
-    "accelerate of 2": [*MODULE, *ACCELERATE, "--num_processes=2", "train_accelerate.py"],
+    "accelerate": [*MODULE, *ACCELERATE, "train_accelerate.py"],
     "deepspeed": [*MODULE, *DEEPSPEED, "train_deepspeed.py"],
 }
-FULL = ("accelerate", "accelerate of 2", "deepspeed")
+FULL = ("python", "accelerate", "deepspeed")
 EPOCHS = {"deepspeed": "6"}
 
 

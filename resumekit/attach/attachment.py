@@ -117,10 +117,7 @@ def note_loop(settings: Mapping[str, str]) -> None:
 
 
 def training_processes(private: Path) -> list[int]:
-    """The ids of the processes on this node in which a Trainer has begun to train.
-
-    If there is none, of those that have a Checkpointer.
-    """
+    """The ids of the processes on this node that train: with a Trainer, else a Checkpointer."""
     for name in (_PROCESSES, _LOOPS):
         notes = (path.name.rpartition("@") for path in (private / name).glob("*"))
         if found := [int(pid) for host, _, pid in notes if host == socket.gethostname()]:

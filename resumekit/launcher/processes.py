@@ -106,7 +106,7 @@ def handled_signals(handler: Callable[..., Any] | int, *signals: int) -> Iterato
 
 
 def kill_processes(root: int | None, marker: str = "", *, grace_seconds: float = 0.0) -> int:
-    """SIGKILLs a process, its session, its descendants and all that have the marker.
+    """SIGKILLs all processes of a launch, as ``processes_of`` finds them.
 
     Returns when none of them runs any more (zombies that nobody reaps do not count).
 
@@ -122,14 +122,14 @@ def kill_processes(root: int | None, marker: str = "", *, grace_seconds: float =
         TimeoutError: one of them did not die, e.g. it hangs in the kernel.
     """
     # A child whose parent has ended may not be found again, and still runs.
-    seen = _find(root, marker)
+    seen = processes_of(root, marker)
     deadline = time.monotonic() + grace_seconds
-    while time.monotonic() < deadline and any(map(_runs, seen)):
+    while time.monotonic() < deadline and any(map(is_running, seen)):
         time.sleep(_GRACE_POLL_SECONDS)
-        seen |= _find(root, marker)
+        seen |= processes_of(root, marker)
     killed: set[psutil.Process] = set()
     deadline = time.monotonic() + _GONE_TIMEOUT_SECONDS
-    while found := {each for each in seen | _find(root, marker) if _runs(each)}:
+    while found := set(filter(is_running, seen | processes_of(root, marker))):
         seen |= found
         killed |= found
         # The group first: one call reaches all of it at the same instant.
@@ -146,43 +146,30 @@ def kill_processes(root: int | None, marker: str = "", *, grace_seconds: float =
     return len(killed)
 
 
-def is_running(pid: int) -> bool:
-    """Whether a process is there and not a zombie."""
+def is_running(process: psutil.Process | int) -> bool:
+    """Whether a process, or one with this id, is there and not a zombie."""
     with suppress(psutil.NoSuchProcess):
-        return _runs(psutil.Process(pid))
+        each = psutil.Process(process) if isinstance(process, int) else process
+        # psutil.Process.is_running: the id may belong to another process by now.
+        return each.is_running() and each.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     return False
 
 
-def processes_of(root: int | None, marker: str = "") -> set[int]:
-    """The ids of the living processes of one launch.
+def processes_of(root: int | None, marker: str = "") -> set[psutil.Process]:
+    """The living processes of one launch: descendants, session, and all that have the marker.
 
     Args:
-        root: the id of the process that was started, the leader of its own session; None where it
-            is not known.
-        marker: ``NAME=value`` in the environment of processes that may be neither its descendants
-            nor in its session.
+        root: the id of the process that was started, the leader of its session; None: not known.
+        marker: ``NAME=value`` in the environment.
     """
-    return {each.pid for each in _find(root, marker)}
-
-
-def _find(root: int | None, marker: str) -> set[psutil.Process]:
     name, _, value = marker.partition("=")
     found: set[psutil.Process] = set()
-    if root is not None:
-        with suppress(psutil.NoSuchProcess):
-            leader = psutil.Process(root)
-            found = {leader, *leader.children(recursive=True)}  # also before it leads a session
+    with suppress(psutil.NoSuchProcess):
+        leader = [] if root is None else [psutil.Process(root)]  # also before it leads a session
+        found.update(leader, *(each.children(recursive=True) for each in leader))
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):  # it ended meanwhile, or belongs to somebody else
             is_in_session = root is not None and os.getsid(process.pid) == root
             if is_in_session or (name and process.environ().get(name) == value):
                 found.add(process)
-    return {each for each in found if each.pid != os.getpid() and _runs(each)}
-
-
-def _runs(process: psutil.Process) -> bool:
-    # psutil.Process.is_running: the id may belong to another process by now.
-    with suppress(psutil.NoSuchProcess):
-        ended = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-        return process.is_running() and process.status() not in ended
-    return False
+    return {each for each in found if each.pid != os.getpid() and is_running(each)}

@@ -296,9 +296,9 @@ def _run(words: Sequence[str], environment: dict[str, str]) -> int:
             return launch.wait()
         except _EndedError as ended:
             # To all of its processes: a shell or another launcher may forward no signal.
-            for pid in processes_of(launch.pid, f"{VARIABLE}={environment[VARIABLE]}"):
+            for each in processes_of(launch.pid, f"{VARIABLE}={environment[VARIABLE]}"):
                 with suppress(ProcessLookupError):
-                    os.kill(pid, ended.number)
+                    os.kill(each.pid, ended.number)
             launch.kill_all(grace_seconds=_GRACE_SECONDS)
             raise
 

@@ -27,7 +27,7 @@ from resumekit.supervisor.commands import (
 )
 from resumekit.supervisor.policy import RestartPolicy, exit_status
 from resumekit.supervisor.run_progress import RunProgress, read_progress
-from resumekit.supervisor.watcher import Watcher
+from resumekit.supervisor.watcher import watched
 
 
 class Supervisor:
@@ -74,18 +74,16 @@ class Supervisor:
         Returns:
             Its last exit status; 128 plus the number of the signal that ended it.
         """
-        with handled_signals(self._receive, *FORWARDED):
-            watcher = Watcher(self._command, self._private)
-            try:
-                return self._run(watcher)
-            finally:
-                shutil.rmtree(self._private, ignore_errors=True)
-                watcher.end()
+        with (
+            handled_signals(self._receive, *FORWARDED),
+            watched(self._command, self._private) as follow,
+        ):
+            return self._run(follow)
 
-    def _run(self, watcher: Watcher) -> int:
+    def _run(self, follow: Callable[[int | None], None]) -> int:
         before = self._progress()
         while True:
-            status = self._launch(watcher)
+            status = self._launch(follow)
             attached = run_directories(self._private)
             self._directories |= attached
             if not attached:
@@ -112,18 +110,18 @@ class Supervisor:
     def _progress(self) -> RunProgress:
         return read_progress(sorted(self._directories))
 
-    def _launch(self, watcher: Watcher) -> int:
+    def _launch(self, follow: Callable[[int | None], None]) -> int:
         """The exit status of one launch, of which no process is left."""
         shutil.rmtree(self._private, ignore_errors=True)
         environment = {**SIGNALS_OF_TORCHRUN, **os.environ}
         environment = attached_environment(environment, self._private, self._settings)
         # In a session of its own, so that Ctrl-C comes once: from here.
         self._process = process = Launch(self._command, environment, marker=VARIABLE)
-        watcher.follow(process.pid)
+        follow(process.pid)
         if self._received is not None:  # between the check and the start
             self._forward(self._received)
         status = exit_status(process.wait())
-        watcher.follow(None)
+        follow(None)
         self._process = None
         if status != 0:
             # Ranks may outlive their launcher, and would keep the run directory.

@@ -11,8 +11,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from resumekit.launcher import marker_of
@@ -23,42 +23,36 @@ from resumekit.supervisor.commands import FORWARDED, forward_signal
 _GRACE_SECONDS = 8.0
 
 
-class Watcher:
-    """A process that ends the command, and removes its directory, if this process is killed.
+@contextmanager
+def watched(command: Sequence[str], private: Path) -> Iterator[Callable[[int | None], None]]:
+    """Removes the launcher's directory at the end; if this process is killed, ends the command too.
 
     The training processes get a SIGTERM, and 8 seconds later all that is left a SIGKILL.
 
     Args:
         command: program and arguments.
         private: the launcher's directory, an absolute path.
+
+    Yields:
+        A function that takes the id of the process of each launch, and None after its end.
     """
+    words = [sys.executable, "-c", f"from {__name__} import watch; watch()", str(private), *command]
+    with Launch(words, os.environ, stdin=subprocess.PIPE, bufsize=0) as process:
 
-    def __init__(self, command: Sequence[str], private: Path) -> None:
-        program = f"from {__name__} import watch; watch()"
-        words = [sys.executable, "-c", program, str(private), *command]
-        self._process = Launch(words, os.environ, stdin=subprocess.PIPE, bufsize=0)
+        def follow(root: int | None) -> None:
+            assert process.stdin is not None, "a pipe was asked for"
+            with suppress(BrokenPipeError):  # the watcher was killed
+                process.stdin.write(b"%d\n" % (root or 0))
 
-    def follow(self, root: int | None) -> None:
-        """Watches over a launch.
-
-        Args:
-            root: the id of its process; None after its end.
-        """
-        assert self._process.stdin is not None, "a pipe was asked for"
-        with suppress(BrokenPipeError):  # the watcher was killed
-            self._process.stdin.write(b"%d\n" % (root or 0))
-
-    def end(self) -> None:
-        """Ends the watcher, and nothing else."""
-        with self._process:
-            self._process.kill()
+        try:
+            yield follow
+        finally:
+            shutil.rmtree(private, ignore_errors=True)
+            process.kill()
 
 
 def watch() -> None:
-    """Waits for the end of the process that has started this one, and ends its command.
-
-    The arguments of this process are the launcher's directory and the command.
-    """
+    """Waits for the end of the process that has started this one, and ends its command."""
     private, command = Path(sys.argv[1]), sys.argv[2:]
     # What a scheduler sends to all processes of a job is for the supervisor.
     with handled_signals(signal.SIG_IGN, *FORWARDED):

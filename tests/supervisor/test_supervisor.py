@@ -30,6 +30,24 @@ time.sleep(60)
 """
 
 
+# A launcher that forwards no signal, a rank, and a worker of the rank that imports the same script.
+RANK = """
+import os, resumekit.checkpointer, signal, subprocess, sys, time
+from pathlib import Path
+def note(number, frame):
+    with open('signals', 'a') as file:
+        file.write(f'{sys.argv[1]} {number} ')
+    time.sleep(0.5)  # in which a worker that gets the signal notes it
+    sys.exit(128 + number)
+signal.signal(signal.SIGUSR1, note)
+if sys.argv[1] == 'rank':
+    worker = subprocess.Popen([sys.executable, __file__, 'worker'])
+else:
+    Path('ready').touch()
+signal.pause()
+"""
+
+
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -100,6 +118,21 @@ def test_a_signal_reaches_the_command_once_and_there_is_no_restart(name: str) ->
     assert process.returncode == 128 + number
     assert Path("signals").read_text() == f"{int(number)} "
     assert f"{name} was forwarded" in output.decode()
+
+
+def test_a_signal_reaches_the_process_with_a_checkpointer_and_no_worker_of_it() -> None:
+    Path("rank.py").write_text(RANK)
+    launch = (
+        "import subprocess, sys; sys.exit(subprocess.call([sys.executable, 'rank.py', 'rank']))"
+    )
+    command = [sys.executable, "-m", "resumekit.cli", "run", "--dir", "runs/a", "--"]
+    process = subprocess.Popen([*command, sys.executable, "-c", launch])
+    deadline = time.monotonic() + 120
+    while not Path("ready").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGUSR1)
+    process.wait(timeout=120)
+    assert Path("signals").read_text() == f"rank {int(signal.SIGUSR1)} "
 
 
 def test_a_signal_while_waiting_for_a_restart_ends_the_run() -> None:
