@@ -30,6 +30,7 @@ from resumekit.capture.nested_state import (
 )
 from resumekit.errors import StateMismatchError, UnsupportedValueError
 from resumekit.serialization.digests import leaves_of
+from resumekit.serialization.planning import encode_local
 from resumekit.serialization.tensors import StatePath
 from resumekit.state import (
     Checked,
@@ -267,7 +268,10 @@ class Extras(Checked):
         return {**state, "devices": devices} if devices else state
 
     def check_state_dict(self, state: Any) -> None:
-        """Refuses a key that is an object on one side only; asks each object's own method."""
+        """Refuses a key that is an object on one side only; asks each object's own method.
+
+        A new value that no save could store is refused as well.
+        """
         mismatches = []
         for name, saved in state["objects"].items():
             live = self.live.get(name)
@@ -288,6 +292,8 @@ class Extras(Checked):
                 )
         remedy = 'Give extras the same objects as before, or pass exclude={"extras"}'
         refuse(self.key, mismatches, remedy=remedy)
+        kept = {name: live for name, live in self.live.items() if name not in state["values"]}
+        encode_local(self.key, {k: v for k, v in kept.items() if not isinstance(v, Stateful)})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Restores every value and object; reports values that the checkpoint lacks."""

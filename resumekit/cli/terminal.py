@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from rich.text import Text
 from resumekit.printable import printable
 
 _PIPE_WIDTH = 160
+_MAX_ROWS = 1000
 
 
 def print_json(value: Any) -> None:
@@ -34,6 +36,15 @@ def new_table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False)
     for column in columns:
         table.add_column(column, overflow="fold")
+    return table
+
+
+def filled(table: Table, rows: Sequence[Sequence[str]]) -> Table:
+    """A table with these rows; of very many the first ones, as they take seconds to lay out."""
+    for row in rows[:_MAX_ROWS]:
+        table.add_row(*map(plain, row))
+    if len(rows) > _MAX_ROWS:
+        table.add_row(f"... and {len(rows) - _MAX_ROWS} more; --json shows them")
     return table
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from rich.table import Table
 
-from resumekit.cli.terminal import console, new_table, plain, print_json, print_line
+from resumekit.cli.terminal import console, filled, new_table, plain, print_json, print_line
 from resumekit.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -28,6 +28,7 @@ from resumekit.storage.manifest import ForkOrigin, Manifest, StepReader, lineage
 from resumekit.storage.store import Store
 
 Read = TypeVar("Read")
+_MAX_FORKS = 100  # the latest ones
 
 
 def list_directory(directory: Path, *, as_json: bool) -> bool:
@@ -53,7 +54,7 @@ def list_directory(directory: Path, *, as_json: bool) -> bool:
         table.add_row(*map(plain, cells))
     console().print(table)
     newest = next((manifest for _, manifest, _ in rows if manifest is not None), None)
-    for origin in () if newest is None else lineage_of(newest):
+    for origin in () if newest is None else lineage_of(newest)[-_MAX_FORKS:]:
         print_line(f"forked from {_lineage_line(origin)}")
     return all_good
 
@@ -198,16 +199,12 @@ def _of_those_left(names: list[StepName], read: Callable[[StepName], Read]) -> l
         with suppress(CheckpointNotFoundError):
             found.append(read(name))
     if not found:
-        raise _deleted(", ".join(map(str, names)))
+        raise CheckpointNotFoundError(
+            ", ".join(map(str, names)),
+            found="deleted while it was read",
+            remedy="Let the run keep more checkpoints: keep_latest",
+        )
     return found
-
-
-def _deleted(where: Path | str) -> CheckpointNotFoundError:
-    return CheckpointNotFoundError(
-        str(where),
-        found="the run deletes its checkpoints while they are read",
-        remedy="Let it keep more of them: keep_latest",
-    )
 
 
 def is_step(path: Path) -> bool:
@@ -244,15 +241,13 @@ def reader_at(path: Path, step: str | None = None) -> StepReader:
         try:
             reader = store.open_step(newest)
         except CheckpointNotFoundError:
-            continue
+            raise
         except CheckpointError as error:
             rejected.append(error)
         else:
             for reason in rejected:
                 print_line(f"passed over: {reason}", to_stderr=True)
             return reader
-    if not rejected:
-        raise _deleted(path)
     raise NoUsableCheckpointError(str(path), found="; ".join(map(str, rejected)))
 
 
@@ -322,7 +317,7 @@ def _facts(name: str, manifest: Manifest) -> Table:
         "run": manifest.run_id,
         "attempt": manifest.attempt,
         "parent": manifest.parent,
-        "forked from": ", ".join(map(_lineage_line, lineage_of(manifest))),
+        "forked from": ", ".join(map(_lineage_line, lineage_of(manifest)[-_MAX_FORKS:])),
         "ranks": manifest.world_size,
         "progress": ", ".join(f"{key} {value}" for key, value in manifest.progress.items()),
         "finished": manifest.finished,
@@ -333,34 +328,32 @@ def _facts(name: str, manifest: Manifest) -> Table:
 
 
 def _component_table(manifest: Manifest) -> Table:
-    table = new_table("component", "fidelity", "pattern", "in", "written by ranks")
+    rows: list[tuple[str, ...]] = []
     for record in manifest.components:
         fidelity = f"{record.fidelity} ({record.reason})" if record.reason else record.fidelity
         ranks = ", ".join(map(str, record.writers))
-        table.add_row(*map(plain, (record.key, fidelity, record.pattern, record.directory, ranks)))
+        rows.append((record.key, fidelity, record.pattern, record.directory, ranks))
     saved = {record.key for record in manifest.components}
     for key, line in manifest.capture.items():
         if key not in saved and isinstance(line, Mapping):
-            table.add_row(plain(key), plain(f"none ({line.get('reason', '')})"), style="dim")
-    return table
+            rows.append((key, f"none ({line.get('reason', '')})"))
+    return filled(new_table("component", "fidelity", "pattern", "in", "written by ranks"), rows)
 
 
 def _file_table(manifest: Manifest) -> Table:
-    table = new_table("file", "size", "digest", "rank")
-    for entry in manifest.files:
-        cells = (entry.path, human_bytes(entry.size), entry.digest, str(entry.writer))
-        table.add_row(*map(plain, cells))
-    return table
+    rows = [
+        (entry.path, human_bytes(entry.size), entry.digest, str(entry.writer))
+        for entry in manifest.files
+    ]
+    return filled(new_table("file", "size", "digest", "rank"), rows)
 
 
 def _value_table(values: Mapping[str, Any]) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
-    for key, value in values.items():
-        text = value if isinstance(value, str) else json.dumps(value)
-        table.add_row(plain(key), plain(text))
-    return table
+    texts = (value if isinstance(value, str) else json.dumps(value) for value in values.values())
+    return filled(table, list(zip(values, texts, strict=True)))
 
 
 def _time(created: str) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from resumekit.errors import CorruptCheckpointError
 from resumekit.serialization.deferral import LoadMemory
-from resumekit.serialization.index import Index, header, stem_of
+from resumekit.serialization.index import MIN_RECORD_BYTES, Index, header, stem_of
 from resumekit.serialization.leaves import dense_strides, flat_bytes
 from resumekit.serialization.sharding import Box, Chunk, Layout, Logical, part_name
 from resumekit.storage.directories import MAX_JSON_BYTES
@@ -30,7 +30,11 @@ def read_index(step: StepReader, path: str, *, is_common: bool = False) -> Index
     """
     with step.file(path) as file:
         data = file.read(max_bytes=MAX_JSON_BYTES)
-        return Index.from_bytes(data, where=f"{step.name}/{path}", is_common=is_common)
+    # A few characters can ask for any number of parts; each one is a line of its writer's index.
+    num_bytes = sum(each.size for each in step.manifest.files if each.path.endswith(".json"))
+    max_parts = num_bytes // MIN_RECORD_BYTES
+    where = f"{step.name}/{path}"
+    return Index.from_bytes(data, where=where, is_common=is_common, max_parts=max_parts)
 
 
 class DataFiles(dict[int, "WriterFiles"]):

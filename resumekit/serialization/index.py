@@ -111,6 +111,7 @@ _COMMON = _Form("resumekit sharded payload", 2, frozenset({"ties", "layouts", "t
 # Of all layouts of an index; a few characters can ask for any number.
 _MAX_VALUES = 1 << 25
 
+MIN_RECORD_BYTES = 40  # of the line of one tensor
 _LINE_CHARACTERS = 100
 _CHARACTERS_OF_ITEM = 3  # at least, a comma and a space included
 
@@ -221,8 +222,16 @@ class Index:
         )
 
     @classmethod
-    def from_bytes(cls, data: bytes, *, where: str, is_common: bool = False) -> Index:
+    def from_bytes(
+        cls, data: bytes, *, where: str, is_common: bool = False, max_parts: int = _MAX_VALUES
+    ) -> Index:
         """The inverse of ``to_bytes``; the parts of every tensor tile it.
+
+        Args:
+            data: the whole file.
+            where: what error messages call it.
+            is_common: whether it is the index of several ranks.
+            max_parts: how many parts its layouts may have together.
 
         Raises:
             CorruptCheckpointError: says what is wrong with it.
@@ -233,7 +242,9 @@ class Index:
             states, ties = typed(dict, fields["states"]), _ties(fields["ties"])
             rows = typed(dict, fields["tensors"])
             if is_common:
-                layouts = _layouts(typed(list, fields["layouts"]), fields["format_version"])
+                layouts = _layouts(
+                    typed(list, fields["layouts"]), fields["format_version"], max_parts
+                )
                 tensors = _tensors(rows, layouts, where)
                 return cls(states, ties=ties, tensors=tensors, is_common=True)
             block_digests = typed(list, fields["block_digests"])
@@ -381,15 +392,17 @@ def _filled(parts: list[str], inner: str) -> str:
     return ",\n".join(lines)
 
 
-def _layouts(rows: list[Any], version: int) -> list[Layout]:
-    layouts = []
-    num_values = 0
+def _layouts(rows: list[Any], version: int, max_parts: int) -> list[Layout]:
+    layouts: list[Layout] = []
+    num_values = num_parts = 0
     for row in rows:
         if version == 1:
             layouts.append(_listed_layout(row))
             continue
-        layouts.append(Layout.from_json(row, max_values=_MAX_VALUES - num_values))
+        limits = {"max_values": _MAX_VALUES - num_values, "max_parts": max_parts - num_parts}
+        layouts.append(Layout.from_json(row, **limits))
         num_values += layouts[-1].num_values
+        num_parts += len(layouts[-1])
     return layouts
 
 

@@ -505,12 +505,13 @@ class Layout:
         }
 
     @classmethod
-    def from_json(cls, row: Any, *, max_values: int) -> Layout:
+    def from_json(cls, row: Any, *, max_values: int, max_parts: int) -> Layout:
         """The inverse of ``to_json``, of JSON that may hold anything.
 
         Args:
             row: the JSON.
             max_values: how many numbers it may have: a run of many is short.
+            max_parts: how many parts.
 
         Raises:
             ValueError: says what is wrong with it.
@@ -520,17 +521,13 @@ class Layout:
         offsets, sizes = typed(list, row["offsets"]), typed(list, row["sizes"])
         if len(offsets) != len(sizes):
             raise ValueError(f"a layout of {len(offsets)} and {len(sizes)} dimensions")
-        max_length = max_values // (1 + 2 * len(offsets))
+        max_length = min(max_parts, max_values // (1 + 2 * len(offsets)))
         writers = from_runs(row["writers"], max_length=max_length)
         columns = [from_runs(runs, max_length=len(writers)) for runs in (*offsets, *sizes)]
         if any(len(column) != len(writers) for column in columns):
             raise ValueError("a layout with columns of different lengths")
         table = np.array(columns, np.int64).reshape(len(columns), len(writers)).T
-        return cls(
-            writers,
-            np.ascontiguousarray(table[:, : len(offsets)]),
-            np.ascontiguousarray(table[:, len(offsets) :]),
-        )
+        return cls(writers, *map(np.ascontiguousarray, np.hsplit(table, 2)))
 
 
 # One for each dimension of a device mesh; the corners of a box are two to this power.

@@ -218,7 +218,7 @@ BUDGET: dict[str, int] = {
     # 70: unlisted files, deletion by a live run, reads that are retried; 115: commits in place;
     # 40: deletions on a full disk, drafts that are removed after an error
     "storage": 2_895,
-    "serialization": 2_970,
+    "serialization": 2_980,  # 10: how many parts an index may have
     "live": 1_080,
     "capture": 6_910,  # 300: the types of saved states; errors of objects' own loads
     "data": 4_310,  # 100: the types of saved positions

@@ -828,6 +828,20 @@ def test_what_no_save_can_store_is_refused_before_the_first_batch(
     assert job.losses == []
 
 
+def test_a_new_extra_that_no_save_can_store_is_refused_at_the_resume(tmp_path: Path) -> None:
+    extras: dict[str, Any] = {"kept": 1}
+    Job(tmp_path, extras=extras, save_every=2).train(stop_after=5)
+    before = steps(tmp_path)
+    job = Job(tmp_path, extras={"kept": object(), "added": object()}, save_every=2)
+    with pytest.raises(UnsupportedValueError, match=re.escape("extras['added']: an object of")):
+        job.train()
+    assert job.losses == []
+    assert steps(tmp_path) == before
+    again: dict[str, Any] = {"kept": object(), "added": 5}  # a saved value replaces the first one
+    Job(tmp_path, extras=again, save_every=2).train(stop_after=1)
+    assert again == {"kept": 1, "added": 5}
+
+
 @pytest.mark.parametrize("where", HOLDERS)
 @pytest.mark.parametrize("value", [torch.bfloat16, torch.device("cpu"), torch.Size([2])])
 def test_a_constant_of_torch_is_restored_unless_its_component_is_excluded(

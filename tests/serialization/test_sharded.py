@@ -418,7 +418,7 @@ def test_an_index_that_makes_no_sense_is_refused(checkpoints: Any, ranks: Any, d
 
 def as_version_1(index: Any) -> Any:
     """The index as resumekit wrote it before layouts had columns."""
-    layouts = [Layout.from_json(row, max_values=1000) for row in index["layouts"]]
+    layouts = [Layout.from_json(row, max_values=1000, max_parts=1000) for row in index["layouts"]]
     listed = [
         [[each.writer, list(each.box.offsets), list(each.box.sizes)] for each in layout]
         for layout in layouts

@@ -89,7 +89,7 @@ def test_no_command_reports_damage_or_fails(run: Path, command: Command, tmp_pat
         assert (code in (0, 1), err) == (True, ""), (out, err)
         assert "damaged" not in (tmp_path / "page.html").read_text().lower()
         assert file.is_file()
-    assert len(steps) > NUM_ROUNDS // 2  # the run goes on training meanwhile
+    assert len(steps) > NUM_ROUNDS // 2  # the run trains meanwhile
 
 
 @pytest.mark.parametrize("name", ["verify", "diff", "export", "inspect"])
