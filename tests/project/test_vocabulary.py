@@ -60,12 +60,10 @@ RULES = (
         r"(\w+ ){0,2}by name",
         "name, report",
     ),
-    Rule(
-        r"(?<!in )(?<!in-)(?<!take )(?<!takes )(?<!took )(?<!taking )(?<!taken )"
-        r"(?<!in one )(?<!in a single )(?<!first )places?"
-        # deepspeed's adapter stores "(4, 8) at place 0 of group 1": old checkpoints contain it.
-        r"(?! \{\} of group)",
-        "position, offset, point, location",
+    Rule(  # a place is one of a run's further locations, see docs/places.md, and nothing else
+        r"at (a|an|the|its|their|this|that|one|each|every|some|which) place"
+        r"|own places?|place in the",
+        "position, offset, point",
     ),
     Rule(r"where ([\w`'.]+ ){1,5}stands?", "position"),
     Rule(r"spread(s|ing)?", "shard, distribute; shared by all ranks"),
@@ -123,7 +121,7 @@ RULES = (
     Rule(r"(keep|keeps|save|saves|restore|restores) (the|its|their) random numbers", "RNG state"),
     Rule(
         r"ahead|beside|belonging|crossing|declared|elsewhere|fitting|found|held|hidden|inheritance"
-        r"|kinds|known|outer|own|patience|places|plain|rebuilt|sealed|shares|sources|spread"
+        r"|kinds|known|outer|own|patience|plain|rebuilt|sealed|shares|sources|spread"
         r"|spreading|stages|states|turns|unchanged|wishes|wrapped",
         "a file name that says what is inside",
         {FILE, "whole"},
@@ -297,9 +295,9 @@ def test_names_docstrings_comments_messages_and_pages_use_the_terms_of_the_field
         ('"""What comes\n    back."""', "comes back"),
         ("def put_back(): ...", "put back"),
         ("class WishRound: ...", "wish"),
-        ("self.place = 1", "place"),
+        ("self.own_place = 1", "own place"),
         ("# the user is told", "told"),
-        ('raise ValueError(f"{x}: it stands at a place")', "place"),
+        ('raise ValueError(f"{x}: it stands at a place")', "at a place"),
         ('"""Ends a window."""', "window"),
         ('S = """import torch\ntold = 1\n"""', "told"),
     ],
