@@ -13,6 +13,7 @@ from resumekit.version import __version__
 if TYPE_CHECKING:
     from resumekit.checkpointer import BestCheckpoint, Checkpointer
     from resumekit.errors import ResumekitError
+    from resumekit.places.place import Place
     from resumekit.record.trace import trace
     from resumekit.run.progress import Progress
     from resumekit.run.report import ResumeReport
@@ -22,6 +23,7 @@ __all__ = [
     "BestCheckpoint",
     "Checkpointer",
     "Fidelity",
+    "Place",
     "Progress",
     "ResumeReport",
     "ResumekitError",
@@ -37,6 +39,7 @@ _HOMES = {
     "BestCheckpoint": "resumekit.checkpointer",
     "Checkpointer": "resumekit.checkpointer",
     "Fidelity": "resumekit.state",
+    "Place": "resumekit.places.place",
     "Progress": "resumekit.run.progress",
     "ResumeReport": "resumekit.run.report",
     "ResumekitError": "resumekit.errors",

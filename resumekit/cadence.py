@@ -178,13 +178,16 @@ def parse_cadence(save_every: int | str | None, mtbf: str = "24h") -> Cadence:
     )
 
 
-def _seconds(duration: object) -> float | None:
-    """The seconds of a duration such as ``"10min"``; None if it is none."""
+def seconds_of(duration: object) -> float | None:
+    """The seconds of a duration such as ``"10min"`` or ``"0s"``; None if it is none."""
     if not isinstance(duration, str):
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|sec|min|h)", duration.strip())
-    seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
-    return seconds if seconds > 0 else None
+    return float(match[1]) * _SECONDS[match[2]] if match else None
+
+
+def _seconds(duration: object) -> float | None:
+    return seconds_of(duration) or None
 
 
 def _duration(seconds: float) -> str:

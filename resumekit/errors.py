@@ -13,6 +13,7 @@ derives from the builtin that a caller would expect, so ``except ValueError`` ke
     │   ├── DirectoryInUseError              another live job owns it
     │   ├── OwnershipLostError               another attempt took ownership during this one
     │   └── SharedDirectoryError             the ranks do not see the same directory
+    ├── PlaceError (OSError)                 a place for copies does not answer, or refuses
     ├── SaveError (OSError)                  a save failed; the previous checkpoint is untouched
     │   └── InsufficientSpaceError           the disk or the quota is full; nothing of it is left
     ├── CheckpointError (RuntimeError)       a checkpoint on disk cannot be used
@@ -133,6 +134,10 @@ class OwnershipLostError(DirectoryError):
 
 class SharedDirectoryError(DirectoryError):
     """The ranks of the job do not see the same run directory."""
+
+
+class PlaceError(ResumekitError, OSError):
+    """A place for copies of checkpoints does not answer, or refuses a call."""
 
 
 class SaveError(ResumekitError, OSError):

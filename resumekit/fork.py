@@ -81,20 +81,10 @@ def _commit(
 ) -> Path:
     """The committed checkpoint of the new run."""
     manifest = _manifest(store, source, records, files, only_weights=only_weights)
-    staging = store.stage(
-        manifest.name,
-        num_bytes=0,  # links need none; a copy for which there is no space fails and leaves nothing
-        num_files=len(files),
-        directories=sorted({str(Path(entry.path).parent) for entry in files} - {"."}),
+    # A copy for which there is no space fails and leaves nothing.
+    return store.commit_copy(
+        manifest, lambda staging, entry: staging.take(source.path / entry.path, entry)
     )
-    try:
-        with staging.writing():
-            for entry in files:
-                staging.take(source.path / entry.path, entry)
-    except BaseException:
-        store.abandon(staging)
-        raise
-    return store.commit(staging, manifest)
 
 
 def _manifest(

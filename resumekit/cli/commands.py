@@ -40,6 +40,9 @@ DirectoryOrStep = Annotated[
     Path, typer.Argument(metavar="DIR|STEP", help="A run directory, or one step in it.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+PlaceArgument = Annotated[
+    str, typer.Argument(metavar="PLACE", help="A directory, or a URL such as s3://bucket/run.")
+]
 OneStep = Annotated[
     str | None,
     typer.Option("--step", metavar="STEP", help="Only this checkpoint: 500, or step-00000500-r1."),
@@ -208,11 +211,18 @@ def prove(
 
 
 @app.command("list")
-def list_checkpoints(directory: Directory, as_json: AsJson = False) -> None:
+def list_checkpoints(
+    directory: Directory,
+    as_json: AsJson = False,
+    place: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PLACE", help="Show its copies too. Repeat it for more places."),
+    ] = None,
+) -> None:
     """List the checkpoints of a run, newest first. Reads the manifests only."""
     from resumekit.cli.views import list_directory
 
-    if not list_directory(existing(directory), as_json=as_json):
+    if not list_directory(existing(directory), as_json=as_json, places=place or ()):
         raise typer.Exit(EXIT_NO)
 
 
@@ -298,6 +308,27 @@ def fork(
     from resumekit.cli.views import fork_run
 
     fork_run(existing(path), directory, step=step, only_weights=only_weights)
+
+
+@app.command()
+def mirror(directory: Directory, place: PlaceArgument, step: OneStep = None) -> None:
+    """Copy the checkpoints of a run to a place, verified; what is there is not sent again."""
+    from resumekit.cli.place_views import mirror_run
+
+    if not mirror_run(existing(directory), place, step=step):
+        raise typer.Exit(EXIT_NO)
+
+
+@app.command()
+def fetch(
+    place: PlaceArgument,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The run directory.")],
+    step: OneStep = None,
+) -> None:
+    """Copy the newest checkpoint that verifies from a place to a run directory, new or not."""
+    from resumekit.cli.place_views import fetch_run
+
+    fetch_run(place, directory, step=step)
 
 
 app.command()(report)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from rich.table import Table
 
@@ -21,6 +21,7 @@ from resumekit.errors import (
 )
 from resumekit.fork import fork_checkpoint
 from resumekit.log import show_messages
+from resumekit.places.copies import copies_by_name
 from resumekit.progress_display import human_bytes, show_progress
 from resumekit.shared_files import shared_bytes
 from resumekit.storage.directories import StepName
@@ -31,26 +32,38 @@ Read = TypeVar("Read")
 _MAX_FORKS = 100  # the latest ones
 
 
-def list_directory(directory: Path, *, as_json: bool) -> bool:
+def list_directory(directory: Path, *, as_json: bool, places: Sequence[str] = ()) -> bool:
     """Prints one line for each checkpoint, newest first; only manifests are read.
+
+    Args:
+        directory: the run directory.
+        as_json: print JSON.
+        places: whose copies are shown.
 
     Returns:
         Whether all of them can be used.
 
     Raises:
         CheckpointNotFoundError: there is none.
+        PlaceError: a place does not answer.
     """
-    rows = again_if_deleted(lambda: _rows(directory))
-    all_good = all(manifest is not None for _, manifest, _ in rows)
+    copies = copies_by_name(places)
+    rows = again_if_deleted(lambda: _rows(directory, copies))
+    all_good = all(manifest is not None or state == _ELSEWHERE for _, manifest, state in rows)
     shared = shared_bytes(directory, (manifest for _, manifest, _ in rows if manifest))
     if as_json:
-        print_json([_plain(*row, shared.get(row[0], 0)) for row in rows])
+        fields = [_plain(*row, shared.get(row[0], 0)) for row in rows]
+        where = [{"copies": copies.get(row[0], [])} if places else {} for row in rows]
+        print_json([{**row, **found} for row, found in zip(fields, where, strict=True)])
         return all_good
     table = new_table(
         "checkpoint", "epoch", "batch", "size", "created", "metric", "journal", "state"
     )
+    if places:
+        table.add_column("copies", overflow="fold")
     for name, manifest, state in rows:
-        cells = (str(name), *_middle(manifest, shared.get(name, 0)), state)
+        cells = [str(name), *_middle(manifest, shared.get(name, 0)), state]
+        cells += [", ".join(copies.get(name, []))] if places else []
         table.add_row(*map(plain, cells))
     console().print(table)
     newest = next((manifest for _, manifest, _ in rows if manifest is not None), None)
@@ -147,7 +160,7 @@ def verify_directory(directory: Path, *, step: str | None) -> bool:
 
     def verify() -> list[bool]:
         store = Store(directory)
-        return _of_those_left(_names(store, step), lambda name: _is_intact(store, name))
+        return _of_those_left(names_of(store, step), lambda name: _is_intact(store, name))
 
     return all(again_if_deleted(verify, named=step is not None))
 
@@ -158,7 +171,7 @@ def _is_intact(store: Store, name: StepName) -> bool:
     try:
         reader = store.open_step(name)
         what = f"verifying {store.directory / str(name)}"
-        with show_progress(what, _size(reader.manifest)) as advance, store.observed(advance):
+        with show_progress(what, size_of(reader.manifest)) as advance, store.observed(advance):
             reader.verify()
     except CheckpointNotFoundError:
         raise
@@ -166,7 +179,7 @@ def _is_intact(store: Store, name: StepName) -> bool:
         print_line(f"{name}  {_state_of(error)}")
         return False
     files = reader.manifest.files
-    size, seconds = _size(reader.manifest), time.perf_counter() - started
+    size, seconds = size_of(reader.manifest), time.perf_counter() - started
     print_line(f"{name}  ok  {len(files)} files, {human_bytes(size)}, {seconds:.2f} s")
     return True
 
@@ -212,10 +225,18 @@ def is_step(path: Path) -> bool:
     return StepName.parse(path.resolve().name) is not None
 
 
-def _names(store: Store, step: str | None = None) -> list[StepName]:
+def names_of(store: Store, step: str | None = None) -> list[StepName]:
+    """The names of the checkpoints in a run directory, newest first.
+
+    Args:
+        store: the run directory.
+        step: only these: ``500`` is every save of step 500, ``step-00000500-r1`` one of them.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+    """
     names = store.step_names()
     if step is not None:
-        # `500` is every save of step 500, `step-00000500-r1` is one of them.
         names = [name for name in names if step in (str(name), str(name.step))]
     if not names:
         what = "no checkpoint" if step is None else f"no checkpoint {step}"
@@ -237,7 +258,7 @@ def reader_at(path: Path, step: str | None = None) -> StepReader:
     if name is not None:
         return Store(path.resolve().parent).open_step(name)
     store, rejected = Store(path), list[CheckpointError]()
-    for newest in _names(store, step):
+    for newest in names_of(store, step):
         try:
             reader = store.open_step(newest)
         except CheckpointNotFoundError:
@@ -251,10 +272,24 @@ def reader_at(path: Path, step: str | None = None) -> StepReader:
     raise NoUsableCheckpointError(str(path), found="; ".join(map(str, rejected)))
 
 
-def _rows(directory: Path) -> list[tuple[StepName, Manifest | None, str]]:
-    """Name, manifest and state of each checkpoint, newest first."""
+_Row: TypeAlias = tuple[StepName, Manifest | None, str]
+_ELSEWHERE = "only in a place"
+
+
+def _rows(directory: Path, elsewhere: Collection[StepName]) -> list[_Row]:
+    """Name, manifest and state of each checkpoint, newest first.
+
+    Args:
+        directory: the run directory.
+        elsewhere: names of copies.
+    """
     store = Store(directory)
-    return _of_those_left(_names(store), lambda name: (name, *_manifest_and_state(store, name)))
+    here = store.step_names() if elsewhere else names_of(store)
+    rows: list[_Row] = []
+    if here:
+        rows = _of_those_left(here, lambda name: (name, *_manifest_and_state(store, name)))
+    rows += [(name, None, _ELSEWHERE) for name in elsewhere if name not in here]
+    return sorted(rows, key=lambda row: row[0], reverse=True)
 
 
 def _manifest_and_state(store: Store, name: StepName) -> tuple[Manifest | None, str]:
@@ -278,7 +313,7 @@ def _plain(
     row = {"name": str(name), "step": name.step, "revision": name.revision, "state": state}
     if manifest is None:
         return row
-    rest = {"created": manifest.created, "num_bytes": _size(manifest), "metric": manifest.metric}
+    rest = {"created": manifest.created, "num_bytes": size_of(manifest), "metric": manifest.metric}
     if num_shared_bytes:
         rest["shared_bytes"] = num_shared_bytes
     if lineage_of(manifest):
@@ -293,7 +328,7 @@ def _middle(manifest: Manifest | None, num_shared_bytes: int) -> tuple[str, ...]
     if manifest is None:
         return ("",) * 6
     epoch, batch = (str(manifest.progress.get(key, "")) for key in ("epoch", "batch"))
-    size, created = human_bytes(_size(manifest) - num_shared_bytes), _time(manifest.created)
+    size, created = human_bytes(size_of(manifest) - num_shared_bytes), _time(manifest.created)
     return epoch, batch, size, created, _metric(manifest.metric), _verdict(manifest)
 
 
@@ -306,7 +341,8 @@ def _verdict(manifest: Manifest) -> str:
     return f"{word} ({steps} step{'' if steps == 1 else 's'})" if steps else word
 
 
-def _size(manifest: Manifest) -> int:
+def size_of(manifest: Manifest) -> int:
+    """The bytes of a checkpoint's files."""
     return sum(entry.size for entry in manifest.files)
 
 
@@ -322,7 +358,7 @@ def _facts(name: str, manifest: Manifest) -> Table:
         "progress": ", ".join(f"{key} {value}" for key, value in manifest.progress.items()),
         "finished": manifest.finished,
         "metric": _metric(manifest.metric),
-        "size": f"{human_bytes(_size(manifest))} in {len(manifest.files)} files",
+        "size": f"{human_bytes(size_of(manifest))} in {len(manifest.files)} files",
     }
     return _value_table({key: value for key, value in facts.items() if value not in (None, "")})
 

@@ -508,6 +508,7 @@ class Loop:
             counters.finished = finished
             saves.is_ending = True
             saves.make()
+            self.run.finish_mirror()
             self.run.trace_state("end")
             saves.signals.restore()
         elif common.leave:

@@ -6,17 +6,18 @@ import os
 import re
 from collections import abc
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypedDict, Union, get_args, get_origin, get_type_hints
 
-from resumekit.cadence import parse_cadence
+from resumekit.cadence import parse_cadence, seconds_of
 from resumekit.capture.ddp_buckets import GRADIENT_BUCKETS
 from resumekit.capture.slots import OPTIMIZER_PARAMETERS
 from resumekit.distributed import AGREEMENT_TIMEOUT_SECONDS
 from resumekit.errors import ConfigurationError, did_you_mean
+from resumekit.places.place import GivenPlace, Place, checked_places
 from resumekit.state import Slot, StateComponent
 from resumekit.storage.directories import StepName
 from resumekit.storage.retention import RetentionPolicy
@@ -60,6 +61,9 @@ class OptionKeywords(TypedDict, total=False):
     on_divergence: Literal["warn", "raise"]
     record_command: bool
     lock: Literal["posix", "none"]
+    places: Sequence[GivenPlace]
+    mirror: GivenPlace | None
+    mirror_flush: str
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,12 @@ class Options:
             like secrets are replaced by ``***``.
         lock: ``"posix"`` keeps a second job out of the run directory by a record lock; ``"none"``
             is for file systems without such locks. See docs/format.md.
+        places: further locations for copies of the checkpoints, beside the run directory: each a
+            path, a URL or a ``resumekit.Place``. A resume uses the newest copy that verifies in
+            any of them. See docs/places.md.
+        mirror: one of them, e.g. ``"s3://bucket/run"``.
+        mirror_flush: how long the end of a launch waits at most for its newest checkpoint to be
+            copied to all places, e.g. ``"60s"``.
     """
 
     save_every: int | str | None = "auto"
@@ -160,6 +170,9 @@ class Options:
     on_divergence: Literal["warn", "raise"] = "warn"
     record_command: bool = True
     lock: Literal["posix", "none"] = "posix"
+    places: Sequence[GivenPlace] = ()
+    mirror: GivenPlace | None = None
+    mirror_flush: str = "60s"
 
     @property
     def saves_gradients(self) -> bool:
@@ -171,12 +184,27 @@ class Options:
         """Which checkpoints are kept."""
         return RetentionPolicy(self.keep_latest, self.keep_best, self.keep_every)
 
+    @property
+    def all_places(self) -> tuple[Place, ...]:
+        """Those of ``mirror`` and ``places``."""
+        return checked_places(self.places, self.mirror)
+
+    @property
+    def flush_seconds(self) -> float | None:
+        """``mirror_flush`` in seconds; None if it is no duration."""
+        return seconds_of(self.mirror_flush)
+
+    def without_places(self) -> Options:
+        """The options of a run in a scratch directory."""
+        return replace(self, places=(), mirror=None)
+
     def as_plain(self) -> dict[str, Any]:
         """The options by name, in plain values that two ranks can compare."""
         named = (frozenset, set, tuple, list)
+        values = {**vars(self), "places": map(repr, self.all_places), "mirror": None}
         return {
-            name: sorted(value) if isinstance(value, named) else value
-            for name, value in vars(self).items()
+            name: sorted(value) if isinstance(value, (*named, map)) else value
+            for name, value in values.items()
         }
 
     @classmethod
@@ -207,6 +235,11 @@ class Options:
         _check_keys("per_rank", self.per_rank)
         _check_names("allow_changes", self.allow_changes)
         _check_names("leave_on", self.leave_on)
+        checked_places(self.places, self.mirror)
+        if self.flush_seconds is None:
+            expected = 'a duration such as "60s"'
+            found = repr(self.mirror_flush)
+            raise ConfigurationError("mirror_flush", found=found, expected=expected)
         for name, kind in get_type_hints(Options).items():
             _check_words(name, getattr(self, name), kind)
 
@@ -366,7 +399,7 @@ def run_directory(given: Any) -> Path:
     is_url = isinstance(text, str) and _URL.match(text)
     if is_url:
         expected = "a local or mounted path"
-        remedy = "Mount the object store, or copy the run directory there"
+        remedy = "Pass a local directory, and the URL as mirror="
     if not isinstance(text, str) or not text.strip() or is_url:
         raise ConfigurationError("directory", found=repr(text), expected=expected, remedy=remedy)
     try:

@@ -30,10 +30,12 @@ from resumekit.capture.fingerprint import differences
 from resumekit.capture.gradients import gradient_keys
 from resumekit.data.position import saved_batch_size
 from resumekit.distributed import DataRanks
+from resumekit.places.copies import Copies
 from resumekit.record.trace import injected_components
 from resumekit.run.agreement import ComponentGroups, agreed_data_ranks
 from resumekit.run.garbage_collector import collector_paused
 from resumekit.run.report import ResumeReport
+from resumekit.run.resuming.candidates import open_store
 from resumekit.run.resuming.compatibility import (
     HORIZON,
     changed_horizon,
@@ -41,7 +43,7 @@ from resumekit.run.resuming.compatibility import (
     frameworks_of,
     horizon_causes,
 )
-from resumekit.run.resuming.finder import Finder, Found, LoadBuffer, open_store
+from resumekit.run.resuming.finder import Finder, Found, LoadBuffer
 from resumekit.run.resuming.loading import Loading, RestoredState
 from resumekit.run.resuming.state_origins import StateOrigins
 from resumekit.run.run import Agreed, Loaded, Running, RunState, Searched
@@ -73,9 +75,10 @@ def find(run: RunState, *, up_to: Callable[[str], int | None] | None = None) -> 
     """
     if run.phase is None:
         run.world.require_equal("options", run.options.as_plain())
-        store = open_store(run.directory, run.world, run.options)
+        copies = Copies(run.options.all_places if run.world.is_first else ())
+        store = open_store(run.directory, run.world, run.options, copies)
         try:
-            run.phase = searched = _search(run, store, up_to)
+            run.phase = searched = _search(run, store, copies, up_to)
         except BaseException:
             store.release()  # no phase has it, so no close() would
             raise
@@ -85,7 +88,9 @@ def find(run: RunState, *, up_to: Callable[[str], int | None] | None = None) -> 
     return isinstance(run.phase, Searched) and run.phase.found is not None
 
 
-def _search(run: RunState, store: Store, up_to: Callable[[str], int | None] | None) -> Searched:
+def _search(
+    run: RunState, store: Store, copies: Copies, up_to: Callable[[str], int | None] | None
+) -> Searched:
     world, options = run.world, run.options
     left_out = frozenset(options.exclude) | injected_components()
     data_ranks = agreed_data_ranks(world, run.data_parallel_group, run.groups)
@@ -94,10 +99,11 @@ def _search(run: RunState, store: Store, up_to: Callable[[str], int | None] | No
     origins = _origins(run, data_ranks, membership)
     is_kept = options.async_save is not False
     buffer = LoadBuffer(world, run.in_flight.snapshot, is_kept=is_kept)
-    finder = Finder(
-        world, store, options, left_out, known, membership, origins, buffer, run.components
-    )
+    common = (world, store, options, left_out, known, membership, origins, buffer)
+    finder = Finder(*common, run.components, copies)
     found = finder.find(up_to=None if up_to is None else up_to(store.run_id))
+    if world.is_first:
+        run.mirror = copies.start_mirror(store, options.retention)
     weights = found if found is not None and holds_only_weights(found.manifest) else None
     found = None if weights is not None else found
     parent = None if found is None else found.manifest

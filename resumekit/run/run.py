@@ -21,6 +21,7 @@ import torch.distributed as dist
 from resumekit.capture.fingerprint import fingerprint
 from resumekit.distributed import DataRanks, World
 from resumekit.log import show_messages
+from resumekit.places.mirror import Mirror
 from resumekit.record.comparison import Comparison, replayed
 from resumekit.record.conditions import Header
 from resumekit.record.journal import DIRECTORY, Record, find_attempts
@@ -151,7 +152,8 @@ class RunState:
         if replay is not None:
             options = replay.options(options)
         self.directory = relocated(directory) if replay is None else replay.directory
-        self.options = options
+        is_scratch = self.directory != directory
+        self.options = options = options.without_places() if is_scratch else options
         self.world = World.current(timeout_seconds=options.agreement_timeout_seconds)
         num_ranks = self.world.world_size
         self.owned = owned = RunComponents(options, extras, generators, num_ranks=num_ranks)
@@ -172,6 +174,7 @@ class RunState:
         )
         self.in_flight = SaveInFlight(self.world, must_fit=options.async_save == "auto")
         self.phase: Searched | Loaded | Running | None = None
+        self.mirror: Mirror | None = None  # on rank 0, once the phase is known
 
     @property
     def components(self) -> tuple[StateComponent, ...]:
@@ -327,14 +330,23 @@ class RunState:
         """The same, where the save in flight counts as if it were committed. Waits for nothing."""
         return self.selection.best_step(self.store, self.in_flight.manifest)
 
+    def finish_mirror(self) -> None:
+        """Waits for the copy of the newest checkpoint, at most ``mirror_flush``."""
+        mirror, self.mirror = self.mirror, None
+        if mirror is not None:
+            mirror.finish(self.options.flush_seconds or 0.0)
+
     def close(self) -> None:
         """Gives the directory back, once this rank has done its part of the save in flight."""
         self.in_flight.wait_for_own()
         self.reporter.log_skipped(self.in_flight.num_skipped)
         self.log_start()
         self.journal.close()
-        if self.opened is not None and self.world.is_first:
-            self.opened.store.release()
+        try:
+            self.finish_mirror()
+        finally:
+            if self.opened is not None and self.world.is_first:
+                self.opened.store.release()
 
 
 # ---------------------------------------------------------------- a run that is replayed

@@ -26,12 +26,14 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from resumekit.errors import (
     ConfigurationError,
+    CorruptCheckpointError,
     InsufficientSpaceError,
     SaveError,
     SharedDirectoryError,
@@ -57,7 +59,7 @@ from resumekit.storage.directories import (
     remove_tree,
     replace_small,
 )
-from resumekit.storage.file_reader import copy_file, link_file
+from resumekit.storage.file_reader import link_file, read_blocks
 from resumekit.storage.files import FileEntry, FileWriter
 from resumekit.storage.io.file_system import MAKE_ROOM, FileSystem, Kind, describe, save_errors
 from resumekit.storage.io.pipeline import UnsyncedFiles
@@ -257,15 +259,37 @@ class Staging:
             SaveError: it could not be written.
         """
         if not link_file(self._file_system, source, self.path / entry.path):
-            with self.create(entry.path, writer=entry.writer) as writer:
-                copy_file(self._file_system, source, entry, writer)
+            self.copy(entry, read_blocks(self._file_system, source, entry.size))
 
-    def commit(self, manifest: Manifest, owner: Owner) -> Path:
+    def copy(self, entry: FileEntry, blocks: Iterable[memoryview]) -> None:
+        """Writes a file of a checkpoint that is copied, and compares its digest.
+
+        Args:
+            entry: its line in that checkpoint's manifest.
+            blocks: its bytes.
+
+        Raises:
+            CorruptCheckpointError: they are not what the manifest says.
+            SaveError: it could not be written.
+        """
+        with self.create(entry.path, writer=entry.writer) as writer:
+            for block in blocks:
+                writer.write([block])
+            written = writer.finish()
+        if written != entry:
+            raise CorruptCheckpointError(
+                f"{self.step}/{entry.path}",
+                found=f"its digest is {written.digest}, of {written.size} bytes",
+                expected=f"{entry.digest}, of {entry.size} bytes",
+            )
+
+    def commit(self, manifest: Manifest, owner: Owner, *, is_copy: bool = False) -> Path:
         """The step directory, durable once this returns.
 
         Args:
             manifest: of this attempt and this step; all its files are durable.
             owner: this attempt.
+            is_copy: the manifest may be of another attempt of the same run.
 
         Raises:
             ConfigurationError: the manifest is of another run, attempt or step.
@@ -274,7 +298,8 @@ class Staging:
             SaveError: names the path and the cause. If only the last sync failed, the step
                 directory exists and is complete, but may not survive a power cut.
         """
-        self._check_identity(manifest, owner)
+        attempt = manifest.attempt if is_copy else owner.attempt
+        self._check_identity(manifest, replace(owner, attempt=attempt))
         data = manifest.to_bytes()
         used = self._without_leftovers(manifest)
         if self._is_in_place:

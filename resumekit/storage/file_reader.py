@@ -7,7 +7,7 @@ used from front to back.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from resumekit.errors import CorruptCheckpointError
 from resumekit.storage.files import (
     BLOCK_BYTES,
     FileEntry,
-    FileWriter,
     Piece,
     by_block,
     combine,
@@ -247,7 +246,7 @@ def _raw_digest(text: object, where: str) -> bytes:
     return bytes.fromhex(text)
 
 
-# ---------------------------------------------------------------- files of another run's checkpoint
+# ---------------------------------------------------------------- files of another checkpoint
 
 # Another file system, one without links or that refuses this one, and too many links.
 _NO_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS})
@@ -269,34 +268,26 @@ def link_file(file_system: FileSystem, source: Path, target: Path) -> bool:
     return True
 
 
-def copy_file(file_system: FileSystem, source: Path, entry: FileEntry, writer: FileWriter) -> None:
-    """Copies a file block by block and compares the digest of what was written.
+def read_blocks(file_system: FileSystem, source: Path, num_bytes: int) -> Iterator[memoryview]:
+    """The bytes of a file in blocks of 4 MiB, each valid until the next one; not verified.
 
     Args:
-        file_system: of both.
+        file_system: the file system.
         source: the file.
-        entry: its line in the manifest of its checkpoint.
-        writer: of the copy.
+        num_bytes: its size; a shorter file gives fewer.
 
     Raises:
-        CorruptCheckpointError: it is not what its manifest says.
         UnreadableCheckpointError: it could not be read.
-        SaveError: it could not be written.
     """
     with read_errors(str(source)):
         handle = file_system.open(source)
     try:
-        block = memoryview(bytearray(min(BLOCK_BYTES, entry.size)))
-        for begin in range(0, entry.size, BLOCK_BYTES):
-            wanted = block[: entry.size - begin]
+        block = memoryview(bytearray(min(BLOCK_BYTES, num_bytes)))
+        for begin in range(0, num_bytes, BLOCK_BYTES):
+            wanted = block[: num_bytes - begin]
             with read_errors(str(source)):
-                num_bytes = read_fully(file_system, handle, begin, wanted)
-            writer.write([wanted[:num_bytes]])
+                num_read = read_fully(file_system, handle, begin, wanted)
+            yield wanted[:num_read]
     finally:
         with suppress(OSError):  # nothing was written
             file_system.close(handle)
-    written = writer.finish()
-    if (written.size, written.digest) != (entry.size, entry.digest):
-        raise CorruptCheckpointError(
-            str(source), found=f"its digest is {written.digest}", expected=entry.digest
-        )

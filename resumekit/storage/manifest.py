@@ -33,7 +33,7 @@ from resumekit.storage.directories import (
     to_plain,
     unseal,
 )
-from resumekit.storage.file_reader import FileReader
+from resumekit.storage.file_reader import FileReader, read_blocks
 from resumekit.storage.files import ALGORITHM, FileEntry
 from resumekit.storage.io.file_system import FileSystem, read_errors
 
@@ -539,6 +539,10 @@ class StepReader:
             raise CorruptCheckpointError(where, found="is not listed in the manifest")
         with _unless_deleted(self._file_system, self.path):
             return FileReader(self._file_system, self.path / path, where=where, entry=entry)
+
+    def blocks(self, entry: FileEntry) -> Iterator[memoryview]:
+        """The bytes of a file in blocks, to copy it; see ``read_blocks``."""
+        return read_blocks(self._file_system, self.path / entry.path, entry.size)
 
     def verify(self) -> None:
         """Reads every byte of every file and compares the digests.

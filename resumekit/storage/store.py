@@ -14,16 +14,17 @@ Rank 0 alone acquires, stages, commits, retains and quarantines. Every rank may 
 
 A background save commits, retains and empties the trash in a thread of its own. Until that thread
 is done, the main thread may read, but not stage: two threads that change the directory at the same
-time are a ``LoopError``.
+time are a ``LoopError``. Any thread may read, pin and unpin.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -44,10 +45,13 @@ from resumekit.storage.directories import (
     LOCK,
     STAGING,
     StepName,
+    directories_of,
+    exists,
     has_directory,
     make_durable,
     name_few,
 )
+from resumekit.storage.files import FileEntry
 from resumekit.storage.io.file_system import (
     FileSystem,
     LocalFileSystem,
@@ -87,6 +91,7 @@ class Store:
     Attributes:
         unrelated_names: a few of the names that ``acquire`` found in a directory that no
             run had used yet.
+        on_commit: is called with each checkpoint right after its commit, before any retention.
     """
 
     def __init__(
@@ -107,9 +112,11 @@ class Store:
         self._is_in_place = False
         self._trash = Trash(self._file_system, self.directory)
         self._pins: Counter[StepName] = Counter()
+        self._pins_change = threading.Lock()  # held for a few instructions
         self._one_thread = OneThread(self.directory)
         self._verified: dict[StepName, Checkpoint] = {}
         self._committed: StepName | None = None
+        self.on_commit: Callable[[StepName], None] | None = None
 
     def observed(self, observer: Observer) -> AbstractContextManager[None]:
         """Calls the observer with the bytes of each read and write in the body."""
@@ -117,10 +124,13 @@ class Store:
 
     # Who owns the directory
 
-    def acquire(self) -> Owner:
+    def acquire(self, *, run_id: str | None = None) -> Owner:
         """The record of this attempt, which owns the directory until ``release``. Rank 0 only.
 
         Creates a missing directory and removes what earlier attempts left in staging.
+
+        Args:
+            run_id: for a directory that no run has used; None for a new run.
 
         Raises:
             DirectoryInUseError: another live job owns it; names the job.
@@ -139,17 +149,18 @@ class Store:
             raise self._in_use()
         try:
             with self._one_thread, directory_errors(self.directory, "be used"):
-                self._take_over()
+                self._take_over(run_id)
         except BaseException:
             self._lock.release()
             raise
         assert self._owner is not None
         return self._owner
 
-    def _take_over(self) -> None:
+    def _take_over(self, run_id: str | None) -> None:
         if not has_directory(self._file_system, self.directory, STAGING):
             self._file_system.mkdir(self.directory / STAGING)
-        owner = Owner.of_this_process(find_run_id(self._file_system, self.directory))
+        found = find_run_id(self._file_system, self.directory)
+        owner = Owner.of_this_process(found or run_id)
         write_owner(self._file_system, self.directory, owner)
         self._owner = self._record = owner
         self._in_flight, self._verified, self._committed = set(), {}, None
@@ -172,6 +183,18 @@ class Store:
                     else "Wait for it, stop it, or give this job another directory",
                 )
         return DirectoryInUseError(str(self.directory), found="in use by another job")
+
+    def recorded_run_id(self) -> str | None:
+        """The id of the run that has used the directory; None for no run, or no directory.
+
+        Raises:
+            DirectoryError: it could not be read.
+            CheckpointError: as of ``acquire``.
+        """
+        if not exists(self._file_system, self.directory):
+            return None
+        with directory_errors(self.directory, "be read"):
+            return find_run_id(self._file_system, self.directory)
 
     def join(self, run_id: str, attempt: str, *, wait_seconds: float = 5.0) -> None:
         """Joins rank 0's attempt. Every rank except rank 0.
@@ -258,13 +281,16 @@ class Store:
             files = name_few(reader.unlisted)
             logger.warning("%s: files that are not in its manifest: %s", reader.path, files)
         if self._record is not None and reader.manifest.run_id != self._record.run_id:
-            raise ForeignCheckpointError(
-                str(name),
-                found=f"belongs to the run {reader.manifest.run_id}",
-                expected=f"this directory's run {self._record.run_id}",
-                remedy="Keep each run in a directory of its own",
-            )
+            raise self._foreign(reader.manifest)
         return reader
+
+    def _foreign(self, manifest: Manifest) -> ForeignCheckpointError:
+        return ForeignCheckpointError(
+            str(manifest.name),
+            found=f"belongs to the run {manifest.run_id}",
+            expected=f"this directory's run {self.run_id}",
+            remedy="Keep each run in a directory of its own",
+        )
 
     def quarantine(self, name: StepName, error: CorruptCheckpointError) -> Path:
         """Where a damaged step directory is now, with the reason beside it. Rank 0 only.
@@ -374,16 +400,58 @@ class Store:
             SaveError: names the path and the cause.
             UnsupportedValueError: the manifest holds a value that could not be read back.
         """
+        return self._commit(staging, manifest, is_copy=False)
+
+    def commit_copy(
+        self,
+        manifest: Manifest,
+        write: Callable[[Staging, FileEntry], object],
+        *,
+        num_bytes: int = 0,
+    ) -> Path:
+        """The step directory of a copied checkpoint, durable once this returns. Rank 0 only.
+
+        Args:
+            manifest: of this run; its attempt may be another one.
+            write: writes a file of it.
+            num_bytes: how many are checked for first; links need none.
+
+        Raises:
+            ForeignCheckpointError: the manifest is of another run.
+            CheckpointError: a file is damaged, or cannot be read; as ``write`` raises it.
+            SaveError: writing failed; nothing was committed.
+            OwnershipLostError: another attempt has taken the directory over.
+        """
+        if manifest.run_id != self.run_id:
+            raise self._foreign(manifest)
+        staging = self.stage(
+            manifest.name,
+            num_bytes=num_bytes,
+            num_files=len(manifest.files),
+            directories=directories_of(entry.path for entry in manifest.files),
+        )
+        try:
+            with staging.writing():
+                for entry in manifest.files:
+                    write(staging, entry)
+        except BaseException:
+            self.abandon(staging)
+            raise
+        return self._commit(staging, manifest, is_copy=True)
+
+    def _commit(self, staging: Staging, manifest: Manifest, *, is_copy: bool) -> Path:
         owner = self._require_owner()
         with self._one_thread:
             try:
-                path = staging.commit(manifest, owner)
+                path = staging.commit(manifest, owner, is_copy=is_copy)
             except BaseException:
                 self._abandon(staging)
                 raise
             self._in_flight.discard(staging.name)
             self._verified[staging.step] = Checkpoint(staging.step, manifest.metric)
             self._committed = staging.step
+            if self.on_commit is not None:
+                self.on_commit(staging.step)
             return path
 
     def abandon(self, staging: Staging) -> None:
@@ -402,14 +470,16 @@ class Store:
     def pin(self, name: StepName) -> None:
         """Keeps retention from this checkpoint until ``unpin``, because it is being read. Rank 0.
 
-        Not while another thread retains. Pins are counted, and end with the process.
+        One that is deleted already stays deleted. Pins are counted, and end with the process.
         """
-        self._pins[name] += 1
+        with self._pins_change:
+            self._pins[name] += 1
 
     def unpin(self, name: StepName) -> None:
         """Undoes one ``pin``; a later ``retain`` may delete the checkpoint."""
-        assert self._pins[name] > 0, f"{name} is not pinned"
-        self._pins -= Counter([name])  # drops names without a pin
+        with self._pins_change:
+            assert self._pins[name] > 0, f"{name} is not pinned"
+            self._pins -= Counter([name])  # drops names without a pin
 
     def retain(self, policy: RetentionPolicy) -> list[StepName]:
         """The checkpoints that were deleted under the policy, oldest first. Rank 0 only.
@@ -426,7 +496,8 @@ class Store:
         with self._one_thread:
             if self._committed is None:
                 return []
-            kept = {self._committed, *self._pins.copy()}
+            with self._pins_change:
+                kept = {self._committed, *self._pins}
             names = self.step_names()
             if not may_delete(names, policy) - kept:
                 return []

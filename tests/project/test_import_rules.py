@@ -44,6 +44,7 @@ LAYERS: dict[str, set[str]] = {
     "distributed": {"errors", "log", "state"},
     "storage": {"errors", "log", "state"},
     "serialization": {"errors", "log", "state", "storage"},
+    "places": {"errors", "log", "progress_display", "cadence", "storage"},
     "live": {"errors", "state"},
     "capture": {
         *("errors", "log", "state", "live", "distributed", "serialization", "version"),
@@ -53,10 +54,10 @@ LAYERS: dict[str, set[str]] = {
     "run": {
         *("errors", "log", "state", "distributed", "live"),
         *("storage", "serialization", "capture", "data", "record", "progress_display"),
-        *("replay_plan", "cadence"),
+        *("replay_plan", "cadence", "places"),
     },
     "checkpointer": {"errors", "log", "state", "run"},
-    "resumekit": {"version", "errors", "state", "record", "run", "checkpointer"},
+    "resumekit": {"version", "errors", "state", "record", "run", "checkpointer", "places"},
     "export": {"errors", "log", "state", "storage", "serialization", "capture", "run"},
     "diff": {"errors", "state", "storage", "serialization", "capture"},
     "fork": {"errors", "state", "storage"},
@@ -90,6 +91,7 @@ LAYERS: dict[str, set[str]] = {
         *("errors", "log", "progress_display", "storage", "export", "prove", "demo", "version"),
         *("diff", "fork", "shared_files", "html_report", "attach", "supervisor", "replay"),
         "printable",
+        "places",
     },
 }
 
@@ -113,6 +115,7 @@ PUBLIC_MODULES: dict[str, str] = {
     "run": "components loop loops options progress report resuming.finder run steps_taken",
     "frameworks": "accelerate deepspeed training_identity",
     "launcher": "processes",
+    "places": "copies mirror place",
     "prove": "causes",
     "html_report": "comparison_page diff_page replay_page run_page",
 }
@@ -125,6 +128,7 @@ THIRD_PARTY: tuple[tuple[str, frozenset[str]], ...] = (
     ("resumekit/launcher/", frozenset()),
     ("resumekit/live/", frozenset()),
     ("resumekit/storage/", frozenset({"xxhash"})),
+    ("resumekit/places/", frozenset({"fsspec"})),  # loaded when a URL is opened
     ("resumekit/progress_display.py", TERMINAL),  # loaded when a bar is drawn
     ("resumekit/cli", NUMERICS | TERMINAL),
     ("resumekit/html_report/", frozenset({"jinja2"})),
@@ -143,6 +147,7 @@ SAME_FRAMEWORK = {"lightning": {"pytorch_lightning"}, "transformers": {"peft", "
 TORCH_FREE = (
     *("resumekit.errors", "resumekit.state", "resumekit.storage"),
     *("resumekit.launcher", "resumekit.attach", "resumekit.supervisor", "resumekit.live"),
+    "resumekit.places.copies",
 )
 
 IMPORT_FUNCTIONS = frozenset({"__import__", "importlib.import_module", "import_module"})
@@ -216,14 +221,15 @@ BUDGET: dict[str, int] = {
     "state": 490,  # 140: the schema of a state and its check
     "distributed": 230,
     # 70: unlisted files, deletion by a live run, reads that are retried; 115: commits in place;
-    # 40: deletions on a full disk, drafts that are removed after an error
-    "storage": 2_895,
+    # 40: deletions on a full disk, drafts that are removed after an error; 60: commits of copies
+    "storage": 2_955,
     "serialization": 2_980,  # 10: how many parts an index may have
+    "places": 680,
     "live": 1_080,
     "capture": 6_910,  # 300: the types of saved states; errors of objects' own loads
     "data": 4_310,  # 100: the types of saved positions
     "record": 1_450,
-    "run": 6_210,  # 120: the check of what states hold; 50: full disks
+    "run": 6_290,  # 120: the check of what states hold; 50: full disks; 80: places
     "checkpointer": 160,
     "export": 110,
     "diff": 590,
@@ -241,7 +247,7 @@ BUDGET: dict[str, int] = {
     "demo": 140,
     "demo_script": 90,
     "html_report": 1_020,
-    "cli": 800,  # 50: checkpoints that a live run deletes meanwhile
+    "cli": 880,  # 50: checkpoints that a live run deletes meanwhile; 80: mirror, fetch, copies
     "__init__": 50,
 }
 

@@ -325,7 +325,7 @@ _REASONS = {
     ),
     "a person does it outside of the run": (
         "Print the page from your browser instead",
-        "Mount the object store, or copy the run directory there",
+        "Pass a local directory, and the URL as mirror=",
         "See the log of these ranks",
         "Its messages are on stderr",
         "The checkpoint is damaged",

@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, S
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from resumekit.capture.nested_state import merge_states
@@ -22,7 +21,6 @@ from resumekit.capture.optimizer import pairs_of, part_of
 from resumekit.distributed import World, from_rank
 from resumekit.errors import (
     CheckpointError,
-    CheckpointNotFoundError,
     CorruptCheckpointError,
     DirectoryError,
     IncompleteLoadError,
@@ -33,13 +31,14 @@ from resumekit.errors import (
     StateMismatchError,
 )
 from resumekit.log import logger
+from resumekit.places.copies import Copies
 from resumekit.progress_display import human_bytes, show_progress
 from resumekit.run.agreement import ComponentGroups
 from resumekit.run.options import Options, names_component
 from resumekit.run.report import Rejection
+from resumekit.run.resuming.candidates import CandidateSearch
 from resumekit.run.resuming.contents import check_contents
 from resumekit.run.resuming.state_origins import StateOrigins
-from resumekit.run.saving.background import drain
 from resumekit.run.saving.snapshot import Snapshot
 from resumekit.serialization.deferral import Deferral, LoadMemory
 from resumekit.serialization.index import stem_of
@@ -57,7 +56,6 @@ from resumekit.state import (
 )
 from resumekit.storage.directories import StepName
 from resumekit.storage.manifest import ComponentRecord, Manifest, StepReader
-from resumekit.storage.ownership import NoLock
 from resumekit.storage.store import Store
 
 
@@ -258,28 +256,6 @@ def _listed(names: Iterable[str]) -> str:
 # ---------------------------------------------------------------- the search
 
 
-def open_store(directory: Path, world: World, options: Options) -> Store:
-    """The run directory, owned by rank 0. Collective.
-
-    Raises:
-        DirectoryError: it cannot be used, or another live job owns it; or a rank sees another one.
-    """
-    store = Store(directory, lock=NoLock() if options.lock == "none" else None)
-    drain()  # an abandoned run of this process owns its directory until its save is done
-
-    def acquire() -> tuple[str, str]:
-        store.acquire()
-        return store.run_id, store.attempt
-
-    try:
-        run_id, attempt = world.on_first(acquire)
-        world.everywhere(lambda: None if world.is_first else store.join(run_id, attempt))
-    except BaseException:
-        store.release()
-        raise
-    return store
-
-
 @dataclass(frozen=True)
 class Found:
     """A checkpoint that every rank has read and verified.
@@ -335,6 +311,7 @@ class Finder:
         sources: whose state this rank takes.
         buffer: memory for what is copied into live tensors.
         checked: the components whose states are checked, with those that a run always has.
+        copies: in other places; rank 0 has found them.
         keys: the components that are read; None for all.
         renames: of this checkpoint, where it was read before.
     """
@@ -348,6 +325,7 @@ class Finder:
     sources: StateOrigins
     buffer: LoadBuffer
     checked: Sequence[StateComponent]
+    copies: Copies
     keys: Collection[str] | None = None
     renames: Renames | None = None
 
@@ -360,10 +338,13 @@ class Finder:
         Raises:
             CheckpointNotFoundError: ``resume_from`` names one that is not there.
             NoUsableCheckpointError: checkpoints are there, and none can be used.
+            PlaceError: there is none, and a place does not answer.
         """
         rejected: list[Rejection] = []
-        for name in self.world.on_first(lambda: self._candidates(up_to)):
-            outcome = self._read(name)
+        search = CandidateSearch(self.store, self.copies, self.options.resume_from)
+        for each in self.world.on_first(lambda: search.candidates(up_to)):
+            name = each.name
+            outcome = self.world.on_first(partial(search.fetch, each)) or self._read(name)
             if isinstance(outcome, Found):
                 for rejection in rejected:
                     self._warn(f"passed over {rejection.name}: {rejection.reason}")
@@ -376,6 +357,7 @@ class Finder:
                 expected="at least one checkpoint that verifies",
                 remedy="Restore one from a copy, or start a new run in an empty directory",
             )
+        self.world.on_first(self.copies.require_answers)
         return None
 
     def read(self, name: StepName) -> Found:
@@ -392,40 +374,6 @@ class Finder:
             found=f"it was loaded, and cannot be read a second time ({outcome.rstrip('.')})",
             remedy="End this process, and start it again when nothing changes the checkpoint",
         )
-
-    def _candidates(self, up_to: int | None) -> list[StepName]:
-        names = self.store.step_names()
-        wanted = self.options.resume_from
-        if wanted is not None:
-            return self._continuations(StepName.from_text(wanted), names)
-        set_aside = self.store.quarantined() if not names else []
-        if set_aside:
-            raise NoUsableCheckpointError(
-                str(self.store.directory),
-                found=f"all checkpoints are damaged ({', '.join(sorted(set_aside))})",
-                expected="at least one checkpoint that verifies, or an empty directory",
-                remedy="Restore one from a copy, or, to start a new run, remove "
-                f"{self.store.directory / 'quarantine'}",
-            )
-        asked_for = [name for name in names if up_to is None or name.step <= up_to]
-        return asked_for or names
-
-    def _continuations(self, wanted: StepName, names: list[StepName]) -> list[StepName]:
-        """The named checkpoint, after what an earlier launch of this command made of it."""
-        if wanted not in names:
-            raise CheckpointNotFoundError(
-                f"resume_from={self.options.resume_from!r}",
-                found=f"no such checkpoint in {self.store.directory}",
-                expected=", ".join(str(name) for name in names) or "a directory with checkpoints",
-            )
-        made_of_it = [name for name in names if name > wanted and self._origin(name) == str(wanted)]
-        return [*made_of_it, wanted]
-
-    def _origin(self, name: StepName) -> Any:
-        try:
-            return self.store.open_step(name).manifest.details.get("resume_from")
-        except CheckpointError:
-            return None
 
     def _read(self, name: StepName) -> Found | str:
         """What this checkpoint holds for this rank, or what any rank found wrong with it."""
