@@ -60,8 +60,9 @@ class PlaceClient:
         place: which one.
         open_place: makes a connection.
 
-    Every method raises PlaceError where the place does not answer or refuses, without credentials
-    in its text, and CheckpointError where the copy or the source is damaged.
+    The methods are those of ``OpenPlace``. They raise PlaceError where the place does not answer or
+    refuses, without credentials in its text, and CheckpointError where the copy or the source is
+    damaged.
     """
 
     def __init__(self, place: Place, open_place: Callable[[Place], OpenPlace]) -> None:
@@ -71,21 +72,17 @@ class PlaceClient:
         self._abandoned: list[threading.Thread] = []
 
     def names(self) -> list[StepName]:
-        """See ``OpenPlace``."""
         return self._call(lambda place, _: place.names())
 
     def manifest(self, name: StepName) -> Manifest:
-        """See ``OpenPlace``."""
         return self._call(lambda place, _: place.manifest(name))
 
     def blocks(self, name: StepName, entry: FileEntry) -> Iterator[memoryview]:
-        """See ``OpenPlace``."""
         iterator = self._call(lambda place, _: place.blocks(name, entry))
         while (block := self._call(lambda *_: next(iterator, None))) is not None:
             yield block
 
     def put(self, source: StepReader, retention: RetentionPolicy, observer: Observer) -> None:
-        """See ``OpenPlace``."""
         self._call(lambda place, noted: place.put(source, retention, noted), observer)
 
     def _call(

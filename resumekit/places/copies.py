@@ -15,7 +15,6 @@ from resumekit.places.object_store import StoreCopies
 from resumekit.places.place import Place
 from resumekit.progress_display import show_progress
 from resumekit.storage.directories import StepName
-from resumekit.storage.io.file_system import Observer
 from resumekit.storage.manifest import Manifest
 from resumekit.storage.retention import RetentionPolicy
 from resumekit.storage.store import Store
@@ -138,7 +137,13 @@ class Copies:
             manifest = client.manifest(name)
             total = sum(entry.size for entry in manifest.files)
             with show_progress(f"fetching {name} from {client.place}", total) as advance:
-                fetch(client, manifest, store, advance)
+                store.commit_copy(
+                    manifest,
+                    lambda staging, entry: staging.copy(
+                        entry, observed(client.blocks(name, entry), advance)
+                    ),
+                    num_bytes=total,
+                )
         except (CheckpointError, PlaceError) as error:
             return f"{client.place}: {error}"
         logger.info("%s was fetched from %s", name, client.place)
@@ -151,26 +156,3 @@ class Copies:
         newest = {client: max(names, default=None) for client, names in self._names.items()}
         clients = [(client, newest.get(client)) for client in self._clients]
         return Mirror(store, clients, retention)
-
-
-def fetch(client: PlaceClient, manifest: Manifest, store: Store, observer: Observer) -> Path:
-    """The step directory of a copy, verified and durable.
-
-    Args:
-        client: of the place.
-        manifest: of the copy.
-        store: the run directory, which is owned.
-        observer: takes the number of bytes of each block.
-
-    Raises:
-        PlaceError: the place does not answer.
-        CheckpointError: the copy is damaged, or of another run.
-        SaveError: the run directory cannot be written.
-    """
-    return store.commit_copy(
-        manifest,
-        lambda staging, entry: staging.copy(
-            entry, observed(client.blocks(manifest.name, entry), observer)
-        ),
-        num_bytes=sum(entry.size for entry in manifest.files),
-    )

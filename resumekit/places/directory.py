@@ -27,20 +27,16 @@ class DirectoryCopies:
         self._directory = directory
 
     def names(self) -> list[StepName]:
-        """See ``OpenPlace``."""
         there = exists(LocalFileSystem(), self._directory)
         return Store(self._directory).step_names() if there else []
 
     def manifest(self, name: StepName) -> Manifest:
-        """See ``OpenPlace``."""
         return self._reader(name).manifest
 
     def blocks(self, name: StepName, entry: FileEntry) -> Iterator[memoryview]:
-        """See ``OpenPlace``."""
         return self._reader(name).blocks(entry)
 
     def put(self, source: StepReader, retention: RetentionPolicy, observer: Observer) -> None:
-        """See ``OpenPlace``."""
         manifest, names = source.manifest, self.names()
         if source.name in names:
             check_same(self.manifest(source.name), manifest, self._directory)

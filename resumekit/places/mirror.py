@@ -63,8 +63,8 @@ class Mirror:
             missing = upload.finish(deadline)
             if missing is not None:
                 logger.warning(
-                    "not mirrored within %g s: %s to %s. To copy it: resumekit mirror %s %s",
-                    *(seconds, missing, upload.place, self._store.directory, upload.place),
+                    "not mirrored when this launch ends: %s. To copy it: resumekit mirror %s %s",
+                    *(missing, self._store.directory, upload.place),
                 )
         self._store.on_commit = None
 

@@ -61,11 +61,9 @@ class StoreCopies:
         self._manifests: dict[StepName, Manifest] = {}
 
     def names(self) -> list[StepName]:
-        """See ``OpenPlace``."""
         return [name for name in self._listed() if self._is_complete(name)]
 
     def manifest(self, name: StepName) -> Manifest:
-        """See ``OpenPlace``."""
         if name not in self._manifests:
             where = f"{self._where}/{name}/{MANIFEST}"
             path = self._path(name, MANIFEST)
@@ -82,13 +80,13 @@ class StoreCopies:
         return self._manifests[name]
 
     def blocks(self, name: StepName, entry: FileEntry) -> Iterator[memoryview]:
-        """See ``OpenPlace``."""
         with self._fs.open(self._path(name, entry.path), "rb") as file:
+            if hasattr(file, "prefetch"):  # of paramiko, as in `_write`
+                file.prefetch(entry.size)
             while block := file.read(BLOCK_BYTES):
                 yield memoryview(block)
 
     def put(self, source: StepReader, retention: RetentionPolicy, observer: Observer) -> None:
-        """See ``OpenPlace``."""
         manifest, name, previous = source.manifest, source.name, self._previous()
         if self._has_valid(name):
             check_same(self.manifest(name), manifest, self._where)
@@ -124,11 +122,14 @@ class StoreCopies:
         """
         path, sums = self._path(source.name, entry.path), _Sums(entry)
         if shared is not None:
-            self._fs.cp_file(self._path(shared.name, entry.path), path)
-            if self._has(source, entry, self._fs.info(path), observer):
-                return
+            with suppress(NotImplementedError, OSError):
+                self._fs.cp_file(self._path(shared.name, entry.path), path)
+                if self._has(source, entry, self._fs.info(path), observer):
+                    return
         blocks = sums.of(observed(source.blocks(entry), observer), str(source.path))
         with self._created(path, sums.part_bytes) as file:
+            if hasattr(file, "set_pipelined"):  # of paramiko: else each 32 KB wait for an answer
+                file.set_pipelined(True)
             for block in blocks:
                 file.write(block)
         if not self._is_verified(source.name, entry, sums, observer):

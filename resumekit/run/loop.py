@@ -316,6 +316,7 @@ class Loop:
             self._was_finished = self.finished is not None
             if self._was_finished:
                 end_resume(self.run)
+                self.run.finish_mirror()
                 self.run.trace_state("end")
         self.outermost = loop
 

@@ -1,0 +1,51 @@
+"""A small training with a mirror, as a user writes it; its last line is a digest of the weights.
+
+Arguments: run directory, place, steps, ``mirror_flush``. With ``MANIFEST_FIRST`` in the environment
+a copy becomes complete before its files are there: the control of the tests.
+"""
+
+import os
+import sys
+import time
+
+import torch
+import xxhash
+
+from resumekit.adapters.torch import Checkpointer
+from resumekit.places.object_store import StoreCopies
+
+if os.environ.get("MANIFEST_FIRST"):
+    write = StoreCopies.put
+
+    def put_manifest_first(self, source, retention, observer):
+        self._fs.makedirs(self._path(source.name), exist_ok=True)
+        self._fs.pipe_file(self._path(source.name, "manifest.json"), source.manifest.to_bytes())
+        for entry in source.manifest.files:
+            self._write(source, entry, None, observer)
+
+    StoreCopies.put = put_manifest_first
+
+directory, place, steps, flush = sys.argv[1:]
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Dropout(0.1))
+optimizer = torch.optim.Adam(model.parameters())
+dataset = torch.utils.data.TensorDataset(torch.randn(1024, 256))
+loader = torch.utils.data.DataLoader(dataset, batch_size=16, shuffle=True)
+ckpt = Checkpointer(
+    directory,
+    model=model,
+    optimizer=optimizer,
+    save_every=5,
+    mirror=place,
+    mirror_flush=flush,
+)
+for (x,) in ckpt.batches(loader, steps=int(steps)):
+    loss = (model(x) - x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    ckpt.step(loss=loss)
+    time.sleep(0.01)
+    print("step", ckpt.progress.step, flush=True)
+weights = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
+print("digest", xxhash.xxh3_64_hexdigest(weights), flush=True)
