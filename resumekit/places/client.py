@@ -14,7 +14,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from typing import Generic, Protocol, TypeVar
 
-from resumekit.errors import PlaceError, ResumekitError
+from resumekit.errors import (
+    CheckpointError,
+    ConfigurationError,
+    MissingDependencyError,
+    PlaceError,
+    ResumekitError,
+)
 from resumekit.places.place import Place
 from resumekit.storage.directories import StepName
 from resumekit.storage.files import FileEntry
@@ -94,7 +100,7 @@ class PlaceClient:
         call = _Call(lambda noted: action(self._connected(), noted), observer)
         try:
             return call.result()
-        except ResumekitError:
+        except (CheckpointError, ConfigurationError, MissingDependencyError, PlaceError):
             self._opened = None
             raise
         except _StalledError:
@@ -103,9 +109,9 @@ class PlaceClient:
             raise self._error(f"no answer for {STALL_SECONDS:g} seconds") from None
         except Exception as error:  # noqa: BLE001 - each store has errors of its own
             self._opened = None
-            text = " ".join(str(error).split())
+            kind = "" if isinstance(error, ResumekitError) else f"{type(error).__name__}: "
             # Without the cause, which a traceback would show with its credentials.
-            raise self._error(f"{type(error).__name__}: {text}") from None
+            raise self._error(kind + " ".join(str(error).split())) from None
 
     def _connected(self) -> OpenPlace:
         if self._opened is None:

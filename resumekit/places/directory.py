@@ -8,7 +8,8 @@ from pathlib import Path
 
 from resumekit.errors import CheckpointError, ForeignCheckpointError
 from resumekit.storage.commit import Staging
-from resumekit.storage.directories import StepName, exists
+from resumekit.storage.committed import list_steps
+from resumekit.storage.directories import StepName
 from resumekit.storage.files import FileEntry
 from resumekit.storage.io.file_system import LocalFileSystem, Observer
 from resumekit.storage.manifest import Manifest, StepReader
@@ -27,8 +28,10 @@ class DirectoryCopies:
         self._directory = directory
 
     def names(self) -> list[StepName]:
-        there = exists(LocalFileSystem(), self._directory)
-        return Store(self._directory).step_names() if there else []
+        try:
+            return list_steps(LocalFileSystem(), self._directory)
+        except FileNotFoundError:
+            return []
 
     def manifest(self, name: StepName) -> Manifest:
         return self._reader(name).manifest

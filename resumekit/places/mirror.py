@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from resumekit.errors import CheckpointError, ResumekitError
+from resumekit.errors import CheckpointError, DirectoryError, ResumekitError
 from resumekit.log import logger
 from resumekit.places.client import PlaceClient
 from resumekit.storage.directories import StepName
@@ -69,7 +69,9 @@ class Mirror:
         self._store.on_commit = None
 
     def _offer_newest(self, *, is_last: bool) -> None:
-        names = self._store.step_names()
+        names: list[StepName] = []
+        with suppress(DirectoryError):  # the disk is gone, and its copies are what is left
+            names = self._store.step_names()
         for upload in self._uploads if names else ():
             upload.offer(names[0], is_last=is_last)
 

@@ -187,7 +187,7 @@ class Options:
     @property
     def all_places(self) -> tuple[Place, ...]:
         """Those of ``mirror`` and ``places``."""
-        return checked_places(self.places, self.mirror)
+        return checked_places(self.places, None)
 
     @property
     def flush_seconds(self) -> float | None:
@@ -196,14 +196,14 @@ class Options:
 
     def without_places(self) -> Options:
         """The options of a run in a scratch directory."""
-        return replace(self, places=(), mirror=None)
+        return replace(self, places=())
 
     def as_plain(self) -> dict[str, Any]:
         """The options by name, in plain values that two ranks can compare."""
         named = (frozenset, set, tuple, list)
-        values = {**vars(self), "places": map(repr, self.all_places), "mirror": None}
+        values = {**vars(self), "places": [repr(place) for place in self.places]}
         return {
-            name: sorted(value) if isinstance(value, (*named, map)) else value
+            name: sorted(value) if isinstance(value, named) else value
             for name, value in values.items()
         }
 
@@ -235,7 +235,9 @@ class Options:
         _check_keys("per_rank", self.per_rank)
         _check_names("allow_changes", self.allow_changes)
         _check_names("leave_on", self.leave_on)
-        checked_places(self.places, self.mirror)
+        places = checked_places(self.places, self.mirror)
+        object.__setattr__(self, "places", places)  # as a Place each shows no credentials
+        object.__setattr__(self, "mirror", None)
         if self.flush_seconds is None:
             expected = 'a duration such as "60s"'
             found = repr(self.mirror_flush)

@@ -46,7 +46,6 @@ from resumekit.storage.directories import (
     STAGING,
     StepName,
     directories_of,
-    exists,
     has_directory,
     make_durable,
     name_few,
@@ -191,10 +190,11 @@ class Store:
             DirectoryError: it could not be read.
             CheckpointError: as of ``acquire``.
         """
-        if not exists(self._file_system, self.directory):
-            return None
         with directory_errors(self.directory, "be read"):
-            return find_run_id(self._file_system, self.directory)
+            try:
+                return find_run_id(self._file_system, self.directory)
+            except FileNotFoundError:
+                return None
 
     def join(self, run_id: str, attempt: str, *, wait_seconds: float = 5.0) -> None:
         """Joins rank 0's attempt. Every rank except rank 0.

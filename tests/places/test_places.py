@@ -228,17 +228,25 @@ def test_a_place_that_is_away_stops_a_run_that_could_have_checkpoints_there(
         train(tmp_path / "a", mirror=URL)
     faulty.error = None
     assert not (tmp_path / "a").exists()  # else its new id would differ from that of the copies
-    assert torch.equal(train(tmp_path / "a", mirror=URL), train(tmp_path / "reference"))
+    reference = train(tmp_path / "left out")
+    assert torch.equal(train(tmp_path / "a", mirror=URL), reference)
+
+
+def test_a_directory_that_cannot_be_listed_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    (tmp_path / "no directory").write_text("")
+    with pytest.raises(PlaceError, match="Not a directory"):
+        train(tmp_path / "a", mirror=tmp_path / "no directory")
+    assert not (tmp_path / "a").exists()
 
 
 def test_a_stalled_place_delays_neither_the_start_nor_training_nor_the_end(
     tmp_path: Path, faulty: type[FaultyStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "STALL_SECONDS", 0.2)
+    monkeypatch.setattr(client, "STALL_SECONDS", 1.0)
     train(tmp_path / "a", stop_at=2)
     faulty.stalled = threading.Event()
-    train(tmp_path / "a", places=[tmp_path / "b", URL], mirror_flush="5s")
-    assert steps_of(tmp_path / "a") == [6, 4]
+    train(tmp_path / "a", places=[tmp_path / "b", URL], mirror_flush="4s")
+    assert steps_of(tmp_path / "a") == [6, 4, 2]  # 2 stays, as its upload may continue
     assert steps_of(tmp_path / "b") == [6, 4]  # the other place has its copies
 
 
@@ -264,6 +272,11 @@ def test_the_copies_of_another_run_are_refused(tmp_path: Path) -> None:
     train(tmp_path / "b")
     with pytest.raises(ForeignCheckpointError, match="the copies of run"):
         train(tmp_path / "b", mirror=URL)
+    train(tmp_path / "b", mirror=f"{URL}-b")
+    train(tmp_path / "c", mirror=URL)
+    assert names_in(f"{URL}-b") == [6]
+    run_ids = [Store(tmp_path / each).recorded_run_id() for each in ("a", "c")]
+    assert run_ids[0] == run_ids[1]
 
 
 # ---------------------------------------------------------------- what is sent, and what stays
@@ -368,6 +381,8 @@ def test_another_checkpoint_of_the_same_name_stays_in_the_place(tmp_path: Path) 
     with pytest.raises(ForeignCheckpointError, match="another checkpoint"):
         mirrored(tmp_path / "b", 4, Place(URL))
     assert open_client(Place(URL)).manifest(StepName(4)) == kept
+    mirrored(tmp_path / "b", 4, Place(f"{URL}-b"))
+    assert names_in(f"{URL}-b") == [4]
 
 
 def test_retention_of_the_run_leaves_what_is_being_uploaded(
@@ -458,7 +473,7 @@ def test_a_url_that_nothing_opens_is_an_error_at_the_start(url: str, tmp_path: P
 def test_credentials_are_not_shown() -> None:
     url = f"s3://user:{SECRET}@bucket/run?signature={SECRET}"
     place = Place(url, storage_options={"client_kwargs": {"aws_secret_access_key": SECRET}})
-    options = Options(mirror=place)
+    options = Options(mirror=url, places=[place.directory or "/x", Place("/y")])
     shown = f"{place} {place!r} {options!r} {options.as_plain()}"
     shown += place.without_secrets(f"GET https://h/x?X-Amz-Signature={SECRET} of {SECRET}")
     assert SECRET not in shown

@@ -325,12 +325,18 @@ _REASONS = {
     ),
     "a person does it outside of the run": (
         "Print the page from your browser instead",
+        "Create it first",
         "Pass a local directory, and the URL as mirror=",
         "See the log of these ranks",
         "Its messages are on stderr",
         "The checkpoint is damaged",
         "Choose a directory that this job may write to",
         "Split the matrix",
+    ),
+    "tests/places/test_places.py follows it": (
+        "Give each run other places, or continue that run in a new directory",
+        "Keep the copies of each run in a place of their own",
+        "Start again when it answers, or leave it out to start a new run",
     ),
     "integration/user_scripts/test_sharded_moments.py follows it": (
         'pass per_rank={"{}"} (resumekit run: --per-rank {})',
