@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import shutil
@@ -17,9 +18,14 @@ import pytest
 import xxhash
 
 from resumekit.errors import CheckpointError
+from resumekit.places import object_store
 from resumekit.places.copies import open_client
+from resumekit.places.object_store import StoreCopies
 from resumekit.places.place import Place
-from resumekit.storage.files import BlockDigester
+from resumekit.storage.directories import StepName
+from resumekit.storage.files import BlockDigester, FileEntry
+from resumekit.storage.io.file_system import LocalFileSystem
+from resumekit.storage.manifest import StepReader
 
 SCRIPT = Path(__file__).with_name("places_training.py")
 SECRET = "a-secret-of-the-tests"
@@ -159,8 +165,9 @@ def half_copies(place: str) -> list[str]:
 def kill_at_random(server: Server, directory: Path, seed: int) -> list[str]:
     """Kills a training while it uploads, and wipes its directory; the half copies in the place."""
     process = start(directory, server.place_of(seed))
-    wait_for_step(process, 8)
-    time.sleep(random.Random(seed).uniform(0, 1.2))
+    chosen = random.Random(seed)
+    wait_for_step(process, chosen.randrange(8, 70))
+    time.sleep(chosen.uniform(0, 0.3))
     process.kill()
     process.communicate()
     shutil.rmtree(directory)
@@ -263,18 +270,40 @@ def test_the_commands_copy_both_ways_and_no_file_shows_the_password(
         assert SECRET.encode() not in path.read_bytes()
 
 
+@pytest.mark.parametrize("num_blocks", [1, 20])
+def test_an_upload_that_is_given_up_replaces_no_file(
+    num_blocks: int,
+    serve: Callable[[str], Server],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = serve("s3")
+    finish(start(tmp_path / "a", server.place, steps=5))
+    copies = StoreCopies(Place(server.place))
+    source = StepReader(LocalFileSystem(), tmp_path / "a", StepName(5))
+    entry = next(each for each in source.manifest.files if each.path.endswith(".safetensors"))
+
+    def blocks(self: StepReader, entry: FileEntry) -> Iterator[memoryview]:
+        for _ in range(num_blocks):
+            yield memoryview(bytes(4 << 20))
+        raise OSError("given up")
+
+    monkeypatch.setattr(StepReader, "blocks", blocks)
+    with pytest.raises(OSError, match="given up"):
+        copies._write(source, entry, None, lambda _: None)
+    gc.collect()
+    assert half_copies(server.place) == []
+
+
 def test_a_file_of_several_parts_is_verified_by_its_checksum(
     serve: Callable[[str], Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from resumekit.places import object_store
-    from resumekit.storage.files import FileEntry
-
     server = serve("s3")
     data = random.Random(0).randbytes(object_store._PART_BYTES * 2 + 5)
     digester = BlockDigester()
     digester.update(memoryview(data))
     entry = FileEntry("x", len(data), digester.hexdigest(), 0)
-    copies = object_store.StoreCopies(Place(server.place))
+    copies = StoreCopies(Place(server.place))
     sums = object_store._Sums(entry)
     blocks = (memoryview(data)[at : at + (4 << 20)] for at in range(0, len(data), 4 << 20))
     path = f"{copies._root}/x"

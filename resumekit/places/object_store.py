@@ -127,11 +127,16 @@ class StoreCopies:
                 if self._has(source, entry, self._fs.info(path), observer):
                     return
         blocks = sums.of(observed(source.blocks(entry), observer), str(source.path))
-        with self._created(path, sums.part_bytes) as file:
+        file = self._created(path, sums.part_bytes)
+        try:
             if hasattr(file, "set_pipelined"):  # of paramiko: else each 32 KB wait for an answer
                 file.set_pipelined(True)
             for block in blocks:
                 file.write(block)
+        except BaseException:
+            _discard(file)
+            raise
+        file.close()
         if not self._is_verified(source.name, entry, sums, observer):
             raise PlaceError(path, found="other bytes than were written", expected=entry.digest)
 
@@ -227,6 +232,14 @@ class StoreCopies:
 
     def _path(self, name: StepName, path: str = "") -> str:
         return f"{self._root}/{name}" + (f"/{path}" if path else "")
+
+
+def _discard(file: Any) -> None:
+    """Gives a new file up: closing it, also by its finalizer, would commit what was written."""
+    with suppress(Exception):  # the caller raises the first error
+        file.discard()
+    with suppress(AttributeError):  # paramiko's files are not committed
+        file.closed = True
 
 
 class _Sums:

@@ -224,7 +224,7 @@ BUDGET: dict[str, int] = {
     # 40: deletions on a full disk, drafts that are removed after an error; 60: commits of copies
     "storage": 2_955,
     "serialization": 2_980,  # 10: how many parts an index may have
-    "places": 680,
+    "places": 700,
     "live": 1_080,
     "capture": 6_910,  # 300: the types of saved states; errors of objects' own loads
     "data": 4_310,  # 100: the types of saved positions
