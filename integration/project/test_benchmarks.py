@@ -211,6 +211,16 @@ def test_a_part_of_a_benchmark_adds_a_section_to_the_page_of_the_day(
 
 
 @pytest.mark.full
+def test_a_restart_is_compared_with_a_fresh_start_under_each_framework(tmp_path: Path) -> None:
+    rows = _table(tmp_path, "restart.py")
+    assert {row["under"].partition(",")[0] for row in rows} == set(ADAPTERS)
+    assert len(rows) == len(ADAPTERS) + 1, "torch with a large dataset, too"
+    for row in rows:
+        assert row["verdict"] == "not measurable", "one round is too few"
+        assert float(row["fresh start"].split()[0]) > 0
+
+
+@pytest.mark.full
 def test_frozen_parameters_are_judged_only_when_they_are_linked(tmp_path: Path) -> None:
     rows = _table(tmp_path, "frozen_saves.py")
     _check_targets(rows)

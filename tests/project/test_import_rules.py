@@ -591,13 +591,34 @@ def test_the_reader_knows_packages_modules_and_the_names_inside() -> None:
     assert {_framework_of(path) for path in adapters} == {"x"}
 
 
-def _modules_loaded_by(statement: str) -> set[str]:
+def _modules_loaded_by(statement: str, *, whole_names: bool = False) -> set[str]:
     code = f"import sys; {statement}; print(' '.join(sys.modules))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
     )
-    return {name.split(".")[0] for name in done.stdout.split()}
+    names = set(done.stdout.split())
+    return names if whole_names else {name.split(".")[0] for name in names}
+
+
+# What a restart waits for: beyond torch itself, small modules only.
+WITH_TORCH = ("numpy.random", "numpy.typing", "numpy._typing", "xxhash")
+
+
+def test_the_adapter_for_torch_loads_nothing_large_that_torch_has_not_loaded() -> None:
+    found = _modules_beyond_torch("import resumekit.adapters.torch")
+    assert "resumekit.run.loop" in found
+    assert not {name for name in found if not name.startswith(("resumekit", *WITH_TORCH))}
+    assert "torch.distributed.tensor" in _modules_beyond_torch("import torch.distributed.tensor")
+
+
+def _modules_beyond_torch(statement: str) -> set[str]:
+    """Without the standard library and modules that Cython makes."""
+    loaded = _modules_loaded_by(f"import torch; {statement}", whole_names=True)
+    before = _modules_loaded_by("import torch", whole_names=True)
+    known = sys.stdlib_module_names
+    found = {name for name in loaded - before if name.split(".")[0] not in known}
+    return {name for name in found if not name.startswith(("_cython", "cython_runtime"))}
 
 
 def test_importing_resumekit_loads_no_framework_and_no_terminal_library() -> None:
