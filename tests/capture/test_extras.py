@@ -14,7 +14,12 @@ import pytest
 import torch
 
 from resumekit.capture.objects import AttributeState, Extras, KnownObjects
-from resumekit.errors import InvalidStateError, StateMismatchError, UnsupportedValueError
+from resumekit.errors import (
+    IncompleteLoadError,
+    InvalidStateError,
+    StateMismatchError,
+    UnsupportedValueError,
+)
 from resumekit.state import ComponentState
 
 
@@ -259,3 +264,37 @@ def test_an_object_of_a_class_that_is_not_known_any_more_is_refused() -> None:
     state = KNOWN.plain({"a": Address(1, 2)}, where="state")
     with pytest.raises(StateMismatchError, match="an object of class Address"):
         KnownObjects(Stage).live(state)
+
+
+class Total:
+    """An object whose load relies on the keys and types of its state."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.total, self.fails = 0, fails
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.fails:
+            raise LookupError("no file of this name")
+        self.total = state["total"] + 0
+
+
+@pytest.mark.parametrize("saved", [{}, {"total": "x"}, {"total": {}}, None, [3]])
+def test_a_state_that_a_copy_does_not_load_is_refused_before_the_load(saved: Any) -> None:
+    live = Total()
+    with pytest.raises(StateMismatchError, match=r"'it'.*its load_state_dict raises"):
+        Extras({"it": live}).check_state_dict({"values": {}, "objects": {"it": saved}})
+    assert live.total == 0
+
+
+def test_a_state_that_a_copy_loads_is_accepted() -> None:
+    state = {"values": {}, "objects": {"it": {"total": torch.tensor(3), "more": 1}}}
+    Extras({"it": Total()}).check_state_dict(state)
+
+
+def test_a_load_that_raises_says_that_live_objects_are_changed() -> None:
+    extras = Extras({"it": Total(fails=True)})
+    with pytest.raises(IncompleteLoadError, match=r"'it'.*no file of this name.*End this process"):
+        extras.load_state_dict({"values": {}, "objects": {"it": {"total": 3}}})

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from crashlab.content import REPLACEMENTS, Mutation, edit, mutations, reseal
 from crashlab.judging import BROKEN, PROGRAM_ERROR, Judge
 from crashlab.programs import LOADERS, NEWEST, OLDER, Program, make_run
-from resumekit.errors import NoUsableCheckpointError, ResumekitError
+from resumekit.errors import NoUsableCheckpointError, ResumekitError, UnsupportedValueError
 from resumekit.run.resuming import finder
 from resumekit.serialization.reading import read_payload
 from resumekit.state import Checked
@@ -77,7 +77,7 @@ def _judged(judge: Judge, chosen: list[Mutation]) -> tuple[Counter[str], list[st
 
 @pytest.mark.parametrize(
     ("kind", "apart"),
-    [(kind, 499) for kind in LOADERS]
+    [(kind, 997) for kind in LOADERS]
     + [pytest.param(kind, 1, marks=pytest.mark.full) for kind in LOADERS],
 )
 def test_every_mutation_is_a_typed_error_before_anything_changes_or_loads(
@@ -87,11 +87,13 @@ def test_every_mutation_is_a_typed_error_before_anything_changes_or_loads(
     tmp_path: Path,
     record_property: RecordProperty,
 ) -> None:
-    chosen = [*mutations(pristine(kind) / NEWEST)][7 % apart :: apart]
+    chosen = [*mutations(pristine(kind) / NEWEST)][70 % apart :: apart]
     counts, wrong = _judged(Judge(kind, pristine(kind), tmp_path), chosen)
     record_property(f"mutations of content, {kind}", f"{len(chosen)}: {dict(counts)}")
     assert not wrong
-    assert counts["passed over"] > len(chosen) // 4
+    # A wrapped loader of no known framework draws another order in the epoch after a resume.
+    older = counts["passed over"] + counts["another run from the older checkpoint"]
+    assert older > len(chosen) // 4
 
 
 FACTS: dict[str, Any] = {
@@ -207,20 +209,20 @@ def _any_change(data: st.DataObject, step: Path, file: str) -> None:
         reseal(step, file, json.dumps(content).encode())
 
 
-def _read(directory: Path) -> None:
+def _read(directory: Path, program: Program) -> None:
     """Reads every state of a checkpoint, and checks its content as a resume does."""
     reader = Store(directory).open_step(StepName.from_text(NEWEST))
     states: dict[str, Any] = {}
     for entry in reader.manifest.files:
         if entry.path.endswith(".json"):
             states |= read_payload(reader, str(Path(entry.path).parent), entry.writer)
-    program = Program("tape", directory)
     finder.check_contents(reader.manifest, states.items(), program.checkpointer._run.components)
 
 
 def _explore(num: int, file: str, pristine: Path, tmp_path: Path) -> None:
     copy = tmp_path / "run"
     shutil.copytree(pristine, copy)
+    program = Program("tape", copy)
     kept = {path: path.read_bytes() for path in (copy / NEWEST).rglob("*.json")}
 
     @settings(
@@ -232,10 +234,10 @@ def _explore(num: int, file: str, pristine: Path, tmp_path: Path) -> None:
             path.write_bytes(content)
         try:
             _any_change(data, copy / NEWEST, file)
-        except ValueError:
+        except (UnsupportedValueError, ValueError):
             return  # JSON has no such value
         with suppress(ResumekitError):
-            _read(copy)
+            _read(copy, program)
 
     explore()
 
@@ -245,7 +247,7 @@ FILES = ("manifest.json", "state/rank-00000.json", "optimizer/rank-00000.json")
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize(
-    "num", [pytest.param(33_334, marks=pytest.mark.full), 600], ids=["full", "some"]
+    "num", [pytest.param(33_334, marks=pytest.mark.full), 300], ids=["full", "some"]
 )
 def test_any_change_of_a_manifest_or_an_index_is_a_typed_error_or_loads(
     num: int, file: str, pristine: Callable[[str], Path], tmp_path: Path
@@ -259,14 +261,14 @@ def _header(data: bytes, change: bytes, at: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "num", [pytest.param(20_000, marks=pytest.mark.full), 200], ids=["full", "some"]
+    "num", [pytest.param(20_000, marks=pytest.mark.full), 100], ids=["full", "some"]
 )
 def test_any_change_of_a_data_file_is_a_typed_error_or_loads(
     num: int, pristine: Callable[[str], Path], tmp_path: Path
 ) -> None:
     copy = tmp_path / "run"
     shutil.copytree(pristine("tape"), copy)
-    file = "state/rank-00000.safetensors"
+    program, file = Program("tape", copy), "state/rank-00000.safetensors"
     intact = (copy / NEWEST / file).read_bytes()
 
     @settings(max_examples=num, deadline=None, database=None)
@@ -274,6 +276,6 @@ def test_any_change_of_a_data_file_is_a_typed_error_or_loads(
     def explore(change: bytes, at: int) -> None:
         reseal(copy / NEWEST, file, _header(intact, change, at), blocks_of="state/rank-00000.json")
         with suppress(ResumekitError):
-            _read(copy)
+            _read(copy, program)
 
     explore()
