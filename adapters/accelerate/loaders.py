@@ -70,9 +70,9 @@ class _LoaderState(TypedDict):
     generators: dict[str, GeneratorState]
 
 
-class _LoadersState(TypedDict):
-    num_loaders: Count
-    beside: dict[str, _LoaderState]
+_LoadersState = TypedDict(  # noqa: UP013 - only stored names
+    "_LoadersState", {"num_loaders": Count, "beside": dict[str, _LoaderState]}
+)
 
 
 class OtherLoaders(Checked, AfterRng):

@@ -38,8 +38,7 @@ class _OptionalCommon(TypedDict, total=False):
     reshared: bool
 
 
-class _Recreated(TypedDict):
-    made_anew: list[str]
+_Recreated = TypedDict("_Recreated", {"made_anew": list[str]})  # noqa: UP013 - only a stored name
 
 
 class _Common(_OptionalCommon, _Recreated):
