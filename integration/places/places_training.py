@@ -23,7 +23,7 @@ if os.environ.get("MANIFEST_FIRST"):
         for entry in source.manifest.files:
             self._write(source, entry, None, observer)
 
-    StoreCopies.put = put_manifest_first
+    StoreCopies.put = put_manifest_first  # type: ignore[method-assign]
 
 directory, place, steps, flush = sys.argv[1:]
 torch.manual_seed(0)

@@ -29,8 +29,8 @@ from resumekit.places import client, mirror, object_store
 from resumekit.places.copies import open_client
 from resumekit.record.trace import RUN_ROOT_VARIABLE
 from resumekit.run.options import Options
-from resumekit.storage.commit import RetentionPolicy
 from resumekit.storage.directories import StepName
+from resumekit.storage.retention import RetentionPolicy
 from resumekit.storage.store import Store
 
 URL = "faulty://bucket/run"
@@ -108,7 +108,8 @@ def train(
             ckpt.step()
             if ckpt.progress.step == stop_at:
                 break
-    return model[0].weight.detach().clone()
+    (weight, *_) = model.parameters()
+    return weight.detach().clone()
 
 
 def names_in(url: str | Path) -> list[int]:

@@ -99,7 +99,7 @@ LAYERS: dict[str, set[str]] = {
 # others use from their `__init__`.
 PUBLIC_MODULES: dict[str, str] = {
     "storage": (
-        "commit directories file_reader files io.direct io.file_system io.pipeline manifest "
+        "commit committed directories file_reader files io.direct io.file_system io.pipeline manifest "
         "ownership parts retention store"
     ),
     "serialization": (

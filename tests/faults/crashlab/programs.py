@@ -31,7 +31,8 @@ class Meter:
     """An object of the user's with a state, which a load checks as little as most do."""
 
     def __init__(self) -> None:
-        self.total, self.history, self.best = 0.0, list[float](), None
+        self.total, self.history = 0.0, list[float]()
+        self.best: float | None = None
 
     def add(self, value: float) -> None:
         self.total += value
@@ -135,7 +136,7 @@ class Program:
         self.scheduler = SequentialLR(self.optimizer, parts, milestones=[2])
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
         self.ema = AveragedModel(self.model)
-        self.generators = {
+        self.generators: dict[str, Any] = {
             "noise": torch.Generator().manual_seed(seed),
             "numpy": np.random.default_rng(5),
             "legacy": np.random.RandomState(seed),
