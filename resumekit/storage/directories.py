@@ -225,7 +225,7 @@ def has_directory(file_system: FileSystem, parent: Path, name: str) -> bool:
     return any(entry.name == name and entry.kind == "directory" for entry in entries)
 
 
-class Difference(NamedTuple):
+class TreeDifference(NamedTuple):
     """A difference between a directory tree and its inventory.
 
     Args:
@@ -241,7 +241,7 @@ class Difference(NamedTuple):
 
 def find_differences(
     file_system: FileSystem, root: Path, sizes: Mapping[str, int], *, except_file: str | None = None
-) -> Iterator[Difference]:
+) -> Iterator[TreeDifference]:
     """The differences between a directory tree and its inventory, until the first listed one.
 
     Args:
@@ -266,18 +266,20 @@ def find_differences(
                 continue
             kind = _KINDS[entry.kind]
             if path not in sizes and path not in expected:
-                yield Difference(path, f"an extra {kind} that the manifest does not list", False)
+                yield TreeDifference(
+                    path, f"an extra {kind} that the manifest does not list", False
+                )
                 continue
             wanted = "file" if path in sizes else "directory"
             if entry.kind != wanted:
-                yield Difference(path, f"is a {kind}, expected a {wanted}")
+                yield TreeDifference(path, f"is a {kind}, expected a {wanted}")
                 return
             if path in sizes and entry.size != sizes[path]:
                 expected_size = f"expected {sizes[path]} as the manifest says"
-                yield Difference(path, f"has {entry.size} bytes, {expected_size}")
+                yield TreeDifference(path, f"has {entry.size} bytes, {expected_size}")
                 return
         if missing:
-            yield Difference(min(missing), "is missing")
+            yield TreeDifference(min(missing), "is missing")
             return
 
 

@@ -99,8 +99,8 @@ LAYERS: dict[str, set[str]] = {
 # others use from their `__init__`.
 PUBLIC_MODULES: dict[str, str] = {
     "storage": (
-        "commit committed directories file_reader files io.direct io.file_system io.pipeline manifest "
-        "ownership parts retention store"
+        "commit committed directories file_reader files io.direct io.file_system io.pipeline "
+        "manifest ownership parts retention store"
     ),
     "serialization": (
         "deferral digests encoding index leaves planning reading sharding tensors writing"

@@ -1,0 +1,179 @@
+"""One training of the soak: ``python soak_training.py KIND DIRECTORY``, see ``soak.py``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.distributed import get_rank, get_world_size
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+EPOCHS = 12
+BATCH_SIZE = 64
+ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
+def options(directory: Path) -> dict[str, Any]:
+    """What each kind saves with: in the background, often, and to a second directory."""
+    return {
+        "save_every": 5,
+        "async_save": True,
+        "keep_latest": 2,
+        "on_full": "prune",
+        "places": [directory / "replica"],
+    }
+
+
+def digits() -> Dataset[Any]:
+    """Handwritten digits, as float pixels and labels."""
+    found = load_digits()
+    images = torch.tensor(found.images, dtype=torch.float32).flatten(1) / 16
+    return TensorDataset(images, torch.tensor(found.target))
+
+
+def network() -> nn.Module:
+    """Layers that draw random numbers."""
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 10))
+
+
+def train_torch(directory: Path) -> None:
+    """A plain loop, on each rank under DDP where a launcher has started several."""
+    from resumekit.adapters.torch import Checkpointer
+
+    is_distributed = "RANK" in os.environ
+    if is_distributed:
+        torch.distributed.init_process_group("gloo")
+    torch.manual_seed(get_rank() if is_distributed else 0)
+    data = digits()
+    sampler: Any = DistributedSampler(data) if is_distributed else None
+    loader = DataLoader(data, BATCH_SIZE, sampler=sampler, shuffle=sampler is None)
+    model = network()
+    if is_distributed:
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ckpt = Checkpointer(directory / "run", model=model, optimizer=optimizer, **options(directory))
+    with ckpt:
+        for inputs, targets in ckpt.batches(loader, epochs=EPOCHS):
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            ckpt.step(loss=loss)
+    if is_distributed:
+        torch.distributed.destroy_process_group()
+
+
+def train_zero(directory: Path) -> None:
+    """DeepSpeed at stage 2."""
+    import deepspeed
+
+    from resumekit.adapters.deepspeed import Checkpointer
+
+    for name, value in ONE_RANK.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("MASTER_PORT", "0")
+    deepspeed.init_distributed("gloo")
+    torch.manual_seed(get_rank())
+    data = digits()
+    size = BATCH_SIZE // get_world_size()
+    loader = DataLoader(data, size, sampler=DistributedSampler(data))
+    model = network()
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        config={
+            "train_micro_batch_size_per_gpu": size,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+            "zero_optimization": {"stage": 2},
+        },
+    )
+    with Checkpointer(engine, directory / "run", **options(directory)) as ckpt:
+        for inputs, targets in ckpt.batches(loader, epochs=EPOCHS):
+            loss = nn.functional.cross_entropy(engine(inputs), targets)
+            engine.backward(loss)
+            engine.step()
+            ckpt.step(loss=loss)
+    torch.distributed.destroy_process_group()
+
+
+def train_lightning(directory: Path) -> None:
+    """Lightning's Trainer."""
+    import lightning
+
+    from resumekit.adapters.lightning import ResumeCallback
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = network()
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            inputs, targets = batch
+            return nn.functional.cross_entropy(self.layers(inputs), targets)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    lightning.seed_everything(0)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=EPOCHS,
+        callbacks=[ResumeCallback(directory / "run", **options(directory))],
+        enable_checkpointing=False,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Module(), DataLoader(digits(), BATCH_SIZE, shuffle=True))
+
+
+def train_trainer(directory: Path) -> None:
+    """The Trainer of transformers."""
+    from transformers import Trainer, TrainingArguments, set_seed
+
+    from resumekit.adapters.transformers import ResumeCallback
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = network()
+
+        def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            logits = self.layers(inputs)
+            return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    set_seed(0)
+    trainer = Trainer(
+        Classifier(),
+        TrainingArguments(
+            output_dir=str(directory / "output"),
+            num_train_epochs=EPOCHS,
+            per_device_train_batch_size=BATCH_SIZE,
+            learning_rate=1e-2,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+        ),
+        train_dataset=[{"inputs": each, "labels": label} for each, label in digits()],  # type: ignore[attr-defined]
+    )
+    ResumeCallback(trainer, directory / "run", **options(directory))
+    trainer.train()
+
+
+KINDS = {
+    "torch": train_torch,
+    "ddp": train_torch,
+    "trainer": train_trainer,
+    "lightning": train_lightning,
+    "zero": train_zero,
+}
+
+if __name__ == "__main__":
+    kind, given = sys.argv[1:]
+    KINDS[kind](Path(given).absolute())
