@@ -108,8 +108,7 @@ def train(
             ckpt.step()
             if ckpt.progress.step == stop_at:
                 break
-    (weight, *_) = model.parameters()
-    return weight.detach().clone()
+    return model.state_dict()["0.weight"].clone()
 
 
 def names_in(url: str | Path) -> list[int]:
