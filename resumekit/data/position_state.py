@@ -53,7 +53,7 @@ class _Common(_OptionalCommon, _Recreated):
     generators: dict[str, GeneratorState]
 
 
-class _Records(TypedDict):
+class _WorkerRecords(TypedDict):
     """The RNG states before some fetches, by the number of the batch."""
 
     batches: np.ndarray[Any, Any]
@@ -66,7 +66,7 @@ def _are_records(records: Mapping[str, Any]) -> bool:
     return is_right and batches.ndim == 1 and states.ndim == 2 and len(batches) == len(states)
 
 
-_Fetches: TypeAlias = dict[str, Annotated[_Records, Rule("a state a batch", _are_records)]]
+_Fetches: TypeAlias = dict[str, Annotated[_WorkerRecords, Rule("a state a batch", _are_records)]]
 
 
 # The numbers from which an order of this kind is drawn again; of a sampler's own kinds none are.

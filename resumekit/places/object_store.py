@@ -107,7 +107,7 @@ class StoreCopies:
         """Whether a file of the copy is there already, verified."""
         if info is None or info["size"] != entry.size:
             return False
-        sums = _Sums(entry)
+        sums = _Checksums(entry)
         for _ in sums.of(observed(source.blocks(entry), observer), str(source.path)):
             pass
         return self._is_verified(source.name, entry, sums, observer)
@@ -120,7 +120,7 @@ class StoreCopies:
         Raises:
             PlaceError: what is there is not what was written.
         """
-        path, sums = self._path(source.name, entry.path), _Sums(entry)
+        path, sums = self._path(source.name, entry.path), _Checksums(entry)
         if shared is not None:
             with suppress(NotImplementedError, OSError):
                 self._fs.cp_file(self._path(shared.name, entry.path), path)
@@ -150,7 +150,7 @@ class StoreCopies:
             return self._fs.open(path, "wb", block_size=part_bytes)
 
     def _is_verified(
-        self, name: StepName, entry: FileEntry, sums: _Sums, observer: Observer
+        self, name: StepName, entry: FileEntry, sums: _Checksums, observer: Observer
     ) -> bool:
         self._fs.invalidate_cache()
         info = self._fs.info(self._path(name, entry.path))
@@ -242,7 +242,7 @@ def _discard(file: Any) -> None:
         file.closed = True
 
 
-class _Sums:
+class _Checksums:
     """The digest of a file, and the checksums by which stores know it.
 
     Args:

@@ -183,7 +183,7 @@ def require_resumable(engine: Any, *, name: str = "engine") -> None:
         raise ConfigurationError(name, found=f"{', '.join(found)}: not available yet")
 
 
-class _CountersState(TypedDict):
+class _EngineCounts(TypedDict):
     global_steps: Count
     global_samples: Count
     micro_steps: Count
@@ -196,7 +196,7 @@ class _CountersState(TypedDict):
 class _Counters(AttributeState):
     """The engine's counts and its last gradient norm; its own checkpoint lacks half of them."""
 
-    schema = _CountersState
+    schema = _EngineCounts
 
     def __init__(self, engine: Any, *, key: str = _COUNTERS_KEY) -> None:
         super().__init__(engine, _COUNTERS, key=key)
