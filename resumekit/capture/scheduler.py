@@ -104,11 +104,10 @@ class SchedulerState(Checked):
 
     def check_state_dict(self, state: Any) -> None:
         """Refuses other classes, numbers of parts or param groups, and types of callables."""
+        live = self.scheduler.state_dict()
         mismatches = list(_class_mismatches(state["classes"], _classes(self.scheduler)))
-        if not mismatches:
-            live = self.scheduler.state_dict()
-            mismatches += _state_mismatches("", state["state"], live)
         refuse(self.key, mismatches, remedy=_REMEDY)
+        refuse(self.key, list(_state_mismatches("", state["state"], live)), remedy=_REMEDY)
         if not type(self.scheduler).__module__.startswith("torch."):
             require_loadable(self.key, self.scheduler, state["state"])
             return
