@@ -38,7 +38,8 @@ def check_contents(
     progress = read.get(Slot.PROGRESS.value)
     if progress is not None:
         _check_progress(manifest, progress)
-        _check_positions(progress, read.get(Slot.DATA.value))
+        is_alone = manifest.world_size == 1  # the progress is that of rank 0
+        _check_positions(progress, read.get(Slot.DATA.value), is_alone=is_alone)
     best = read.get(Slot.BEST_METRIC.value)
     if best and manifest.metric is not None:
         latest = {"name": best["name"], "mode": best["mode"], "value": _hex(best["latest"])}
@@ -53,7 +54,9 @@ def _check_progress(manifest: Manifest, progress: Mapping[str, Any]) -> None:
     _require_equal(f"{key}: finished", progress["finished"], manifest.finished, "the manifest")
 
 
-def _check_positions(progress: Mapping[str, Any], positions: Mapping[str, Any] | None) -> None:
+def _check_positions(
+    progress: Mapping[str, Any], positions: Mapping[str, Any] | None, *, is_alone: bool
+) -> None:
     """The loops of the progress have positions; that of the only loader is its position."""
     if positions is None:  # left out, or of a rank that saved none
         return
@@ -67,7 +70,7 @@ def _check_positions(progress: Mapping[str, Any], positions: Mapping[str, Any] |
         raise InvalidStateError(
             data, found="no position", expected=f"one after batch {counts['batch']} of the epoch"
         )
-    for name, each in positions.items() if len(positions) == 1 else ():
+    for name, each in positions.items() if is_alone and len(positions) == 1 else ():
         if each["batch"] and not each["endless"]:
             for field in ("epoch", "batch"):
                 where = f"{data}: {name}.{field}"
