@@ -520,7 +520,7 @@ class StepReader:
         with _unless_deleted(file_system, self.path):
             self.manifest = read_manifest(file_system, directory, name)
             self._entries = {entry.path: entry for entry in self.manifest.files}
-            self.unlisted = tuple(self._check_tree())
+            self.unlisted = (*self._check_tree(),)
 
     def file(self, path: str) -> FileReader:
         """A file of the checkpoint, for verified reading.

@@ -91,7 +91,8 @@ class SaveJob:
         """
         staging = self.staging()
         with staging.writing():
-            self.files = tuple(entry for each in self.payloads for entry in each.write(staging))
+            # No tuple of a generator: a list of all objects would break it while it grows.
+            self.files = tuple([entry for each in self.payloads for entry in each.write(staging)])
         return self.files
 
     def commit(self, files: Iterable[FileEntry]) -> None:
