@@ -21,7 +21,9 @@ RESULTS = Path(__file__).with_name("results")
 TRAINING = Path(__file__).with_name("soak_training.py")
 KINDS = ("torch", "ddp", "trainer", "lightning", "zero")
 RANKS = {"ddp": 2, "zero": 2}
-HEADER = "| kind | ranks | kills | verdict | bytes, uninterrupted | bytes, killed | seconds |"
+HEADER = "| kind | ranks | kills | verdict | bytes left | bytes left of the other | seconds |"
+    "| kind | ranks | kills | verdict | bytes of one directory | bytes of the other | seconds |"
+)
 
 
 def soak(kind: str, num_kills: int, seed: int) -> str:
@@ -36,10 +38,11 @@ def soak(kind: str, num_kills: int, seed: int) -> str:
             *("--", "python", str(TRAINING), kind, "{dir}"),
         ]
         status = subprocess.run(command, check=False).returncode
-        verdict = json.loads(result.read_text())["verdict"] if result.exists() else "no result"
-        sizes = [_num_bytes(path) for path in sorted(kept.glob("*/dir"))]
+        is_exact = result.exists() and json.loads(result.read_text())["ok"]
+        verdict = "exact" if is_exact else "DIFFERENT" if result.exists() else "no result"
+        sizes = [_num_bytes(path.parent) for path in sorted(kept.rglob("replica"))]
     seconds = int(time.monotonic() - began)
-    cells = (kind, num_ranks, num_kills, f"{verdict} ({status})", *sizes, seconds)
+    cells = (kind, num_ranks, num_kills, f"{verdict}, exit code {status}", *sizes, seconds)
     return f"| {' | '.join(map(str, cells))} |"
 
 
