@@ -22,8 +22,6 @@ TRAINING = Path(__file__).with_name("soak_training.py")
 KINDS = ("torch", "ddp", "trainer", "lightning", "zero")
 RANKS = {"ddp": 2, "zero": 2}
 HEADER = "| kind | ranks | kills | verdict | bytes left | bytes left of the other | seconds |"
-    "| kind | ranks | kills | verdict | bytes of one directory | bytes of the other | seconds |"
-)
 
 
 def soak(kind: str, num_kills: int, seed: int) -> str:

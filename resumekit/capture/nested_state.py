@@ -365,6 +365,11 @@ def require_loadable(key: str, live: Any, saved: Any) -> None:
     """Raises StateMismatchError where a copy of an object does not load a state; changes nothing.
 
     A state of the live one's structure is not tried, nor is an object that cannot be copied.
+
+    Args:
+        key: of the component, perhaps with a name in it: ``extras: 'meter'``.
+        live: the object.
+        saved: its state in the checkpoint.
     """
     suspect = next(structure_mismatches(saved, live.state_dict()), None)
     if suspect is None:
@@ -377,7 +382,8 @@ def require_loadable(key: str, live: Any, saved: Any) -> None:
         trial.load_state_dict(Restorer()(None, saved))
     except Exception as error:  # noqa: BLE001 - the same
         found = f"{suspect.found}, and its load_state_dict raises {error!r:.100}"
-        remedy = f"Give it a load_state_dict for this state, or pass exclude={{{key!r}}}"
+        component = key.partition(": ")[0]
+        remedy = f"Give it a load_state_dict for this state, or pass exclude={{{component!r}}}"
         refuse(key, [replace(suspect, found=found)], remedy=remedy)
 
 
@@ -389,10 +395,12 @@ def live_load(key: str) -> Iterator[None]:
     except ResumekitError:
         raise
     except Exception as error:
+        component = key.partition(": ")[0]
         raise IncompleteLoadError(
             key,
             found=f"its state could not be loaded ({error!r:.200}), and live objects are changed",
-            remedy=f"End this process, and correct load_state_dict or pass exclude={{{key!r}}}",
+            remedy="End this process, and correct load_state_dict or pass "
+            f"exclude={{{component!r}}}",
         ) from error
 
 

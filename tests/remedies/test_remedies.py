@@ -329,9 +329,13 @@ _REASONS = {
         "Pass a local directory, and the URL as mirror=",
         "See the log of these ranks",
         "Its messages are on stderr",
-        "The checkpoint is damaged",
         "Choose a directory that this job may write to",
         "Split the matrix",
+        "Let the run keep more checkpoints: keep_latest",
+        'If no other job ever uses it, pass lock="none"',
+    ),
+    "the next checkpoint is tried": (
+        "The bytes are intact: the state was wrong when it was written",
     ),
     "tests/places/test_places.py follows it": (
         "Give each run other places, or continue that run in a new directory",
@@ -344,6 +348,7 @@ _REASONS = {
     "the error needs a process that dies, a race or a slow disk": (
         "Start the job again: it continues from its newest checkpoint",
         "End this process, and start it again when nothing changes the checkpoint",
+        "End this process, and correct load_state_dict or pass exclude={{}}",
         "Call wait() before",
         "Let only one job use the directory, and start this one again",
         "Let the dataset's __iter__ start faster, or pass persistent_workers=False",

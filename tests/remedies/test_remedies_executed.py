@@ -478,14 +478,28 @@ def test_a_model_on_the_meta_device_gets_memory(tmp_path: Path, remedy: Remedy) 
     assert train(tmp_path / "a", on_meta(has_memory=True)) == whole
 
 
-@pytest.mark.remedy("Restart the epochs of the data with exclude={'data'}")
-def test_a_position_without_a_field_starts_the_epoch_again(
-    tmp_path: Path, remedy: Remedy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupted(tmp_path)
-    monkeypatch.setattr("resumekit.data.position._USED_FIELDS", frozenset({"other"}))
-    text = remedy.of(train, tmp_path)
-    train(tmp_path, **options_in(text))
+class Meter:
+    """A sum that is stored under a name.
+
+    Args:
+        name: of the sum, in the state.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.value = name, 0.0
+
+    def state_dict(self) -> dict[str, float]:
+        return {self.name: self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value = state[self.name]
+
+
+@pytest.mark.remedy("Give it a load_state_dict for this state, or pass exclude={{}}")
+def test_an_object_that_refuses_its_state_is_left_out(tmp_path: Path, remedy: Remedy) -> None:
+    interrupted(tmp_path, extras={"meter": Meter("sum")})
+    text = remedy.of(train, tmp_path, extras={"meter": Meter("total")})
+    assert train(tmp_path, extras={"meter": Meter("total")}, **options_in(text))
 
 
 @pytest.mark.remedy("Pass randomness='tape'")
