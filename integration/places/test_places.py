@@ -304,7 +304,7 @@ def test_a_file_of_several_parts_is_verified_by_its_checksum(
     digester.update(memoryview(data))
     entry = FileEntry("x", len(data), digester.hexdigest(), 0)
     copies = StoreCopies(Place(server.place))
-    sums = object_store._Sums(entry)
+    sums = object_store._Checksums(entry)
     blocks = (memoryview(data)[at : at + (4 << 20)] for at in range(0, len(data), 4 << 20))
     path = f"{copies._root}/x"
     with copies._created(path, sums.part_bytes) as file:
