@@ -226,7 +226,7 @@ BUDGET: dict[str, int] = {
     "serialization": 2_980,  # 10: how many parts an index may have
     "places": 700,
     "live": 1_080,
-    "capture": 6_910,  # 300: the types of saved states; errors of objects' own loads
+    "capture": 6_920,  # 300: the types of saved states; errors of objects' own loads
     "data": 4_310,  # 100: the types of saved positions
     "record": 1_450,
     "run": 6_290,  # 120: the check of what states hold; 50: full disks; 80: places
