@@ -1,9 +1,8 @@
-"""Kills trainings for hours: ``python benchmarks/soak.py [KIND ...]`` or ``nox -s soak -- KIND``.
+"""Kills trainings for hours: ``python benchmarks/soak.py [KIND ...]`` .
 
 Each kind runs under ``resumekit prove``: uninterrupted, and with SIGKILLs at random times, of all
-its processes. It saves in the background and copies each checkpoint to a second directory. The
-verdict is that of ``prove``: each step, batch and bit equal. In the end both directories may hold
-no more than those of the uninterrupted run. A kind is one part: its row is recorded as it ends.
+its processes. It saves in the background. The verdict is that of ``prove``: each step, batch and
+bit equal. A kind is one part: its row is recorded as it ends.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ RESULTS = Path(__file__).with_name("results")
 TRAINING = Path(__file__).with_name("soak_training.py")
 KINDS = ("torch", "ddp", "trainer", "lightning", "zero")
 RANKS = {"ddp": 2, "zero": 2}
-HEADER = "| kind | ranks | kills | verdict | bytes left | bytes left of the other | seconds |"
+HEADER = "| kind | ranks | kills | verdict | seconds |"
 
 
 def soak(kind: str, num_kills: int, seed: int) -> str:
@@ -29,25 +28,18 @@ def soak(kind: str, num_kills: int, seed: int) -> str:
     began = time.monotonic()
     num_ranks = RANKS.get(kind, 1)
     with tempfile.TemporaryDirectory() as temporary:
-        kept, result = Path(temporary, "kept"), Path(temporary, "result.json")
+        result = Path(temporary, "result.json")
         command = [
             *(sys.executable, "-m", "resumekit.cli", "prove", f"--kills={num_kills}"),
-            *(f"--seed={seed}", f"--json={result}", f"--keep={kept}", f"--world={num_ranks}"),
+            *(f"--seed={seed}", f"--json={result}", f"--world={num_ranks}"),
             *("--", "python", str(TRAINING), kind, "{dir}"),
         ]
         status = subprocess.run(command, check=False).returncode
         is_exact = result.exists() and json.loads(result.read_text())["ok"]
         verdict = "exact" if is_exact else "DIFFERENT" if result.exists() else "no result"
-        sizes = [_num_bytes(path.parent) for path in sorted(kept.rglob("replica"))]
     seconds = int(time.monotonic() - began)
-    cells = (kind, num_ranks, num_kills, f"{verdict}, exit code {status}", *sizes, seconds)
+    cells = (kind, num_ranks, num_kills, f"{verdict}, exit code {status}", seconds)
     return f"| {' | '.join(map(str, cells))} |"
-
-
-def _num_bytes(directory: Path) -> int:
-    """Of the checkpoints and their copies."""
-    steps = [path for path in directory.rglob("step-*/**/*") if path.is_file()]
-    return sum(path.stat().st_size for path in steps)
 
 
 def main() -> None:

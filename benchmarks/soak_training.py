@@ -18,15 +18,8 @@ BATCH_SIZE = 64
 ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
-def options(directory: Path) -> dict[str, Any]:
-    """What each kind saves with: in the background, often, and to a second directory."""
-    return {
-        "save_every": 5,
-        "async_save": True,
-        "keep_latest": 2,
-        "on_full": "prune",
-        "places": [directory / "replica"],
-    }
+# What each kind saves with: in the background, and often.
+OPTIONS: dict[str, Any] = {"save_every": 5, "async_save": True, "on_full": "prune"}
 
 
 def digits() -> Dataset[Any]:
@@ -56,7 +49,7 @@ def train_torch(directory: Path) -> None:
     if is_distributed:
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    ckpt = Checkpointer(directory / "run", model=model, optimizer=optimizer, **options(directory))
+    ckpt = Checkpointer(directory / "run", model=model, optimizer=optimizer, **OPTIONS)
     with ckpt:
         for inputs, targets in ckpt.batches(loader, epochs=EPOCHS):
             loss = nn.functional.cross_entropy(model(inputs), targets)
@@ -92,7 +85,7 @@ def train_zero(directory: Path) -> None:
             "zero_optimization": {"stage": 2},
         },
     )
-    with Checkpointer(engine, directory / "run", **options(directory)) as ckpt:
+    with Checkpointer(engine, directory / "run", **OPTIONS) as ckpt:
         for inputs, targets in ckpt.batches(loader, epochs=EPOCHS):
             loss = nn.functional.cross_entropy(engine(inputs), targets)
             engine.backward(loss)
@@ -123,7 +116,7 @@ def train_lightning(directory: Path) -> None:
     trainer = lightning.Trainer(
         accelerator="cpu",
         max_epochs=EPOCHS,
-        callbacks=[ResumeCallback(directory / "run", **options(directory))],
+        callbacks=[ResumeCallback(directory / "run", **OPTIONS)],
         enable_checkpointing=False,
         logger=False,
         enable_progress_bar=False,
@@ -162,7 +155,7 @@ def train_trainer(directory: Path) -> None:
         ),
         train_dataset=[{"inputs": each, "labels": label} for each, label in digits()],  # type: ignore[attr-defined]
     )
-    ResumeCallback(trainer, directory / "run", **options(directory))
+    ResumeCallback(trainer, directory / "run", **OPTIONS)
     trainer.train()
 
 
