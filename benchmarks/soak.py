@@ -1,4 +1,4 @@
-"""Kills trainings for hours: ``python benchmarks/soak.py [KIND ...]`` .
+"""Kills trainings for hours: ``python benchmarks/soak.py [KIND ...]``.
 
 Each kind runs under ``resumekit prove``: uninterrupted, and with SIGKILLs at random times, of all
 its processes. It saves in the background. The verdict is that of ``prove``: each step, batch and
