@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import uuid
 from pathlib import Path
 
 from resumekit.errors import ConfigurationError, CorruptCheckpointError
 from resumekit.storage.directories import QUARANTINE, StepName, has_directory, seal, write_small
 from resumekit.storage.io.file_system import FileSystem
-
-_NAME = re.compile("step-[0-9]{8}")
 
 
 def quarantine_step(
@@ -56,4 +53,5 @@ def list_quarantined(file_system: FileSystem, directory: Path) -> list[str]:
     if not has_directory(file_system, directory, QUARANTINE):
         return []
     entries = file_system.list(directory / QUARANTINE)
-    return [each.name for each in entries if each.kind == "directory" and _NAME.match(each.name)]
+    names = [entry.name for entry in entries if entry.kind == "directory"]
+    return [name for name in names if StepName.parse(name.rpartition("-")[0]) is not None]

@@ -59,10 +59,7 @@ from resumekit.storage.io.file_system import (
     observed,
     save_errors,
 )
-from resumekit.storage.manifest import (
-    Manifest,
-    StepReader,
-)
+from resumekit.storage.manifest import Manifest, StepReader
 from resumekit.storage.ownership import (
     POLL_SECONDS,
     DirectoryLock,
@@ -481,6 +478,10 @@ class Store:
             assert self._pins[name] > 0, f"{name} is not pinned"
             self._pins -= Counter([name])  # drops names without a pin
 
+    def _pinned(self) -> set[StepName]:
+        with self._pins_change:
+            return set(self._pins)
+
     def retain(self, policy: RetentionPolicy) -> list[StepName]:
         """The checkpoints that were deleted under the policy, oldest first. Rank 0 only.
 
@@ -496,8 +497,7 @@ class Store:
         with self._one_thread:
             if self._committed is None:
                 return []
-            with self._pins_change:
-                kept = {self._committed, *self._pins}
+            kept = {self._committed, *self._pinned()}
             names = self.step_names()
             if not may_delete(names, policy) - kept:
                 return []
@@ -530,7 +530,7 @@ class Store:
         least = replace(policy, keep_latest=1, keep_best=max(policy.keep_best, 1))
         with self._one_thread:
             deletions = select_deletions(self._list_verified(self.step_names()), least)
-            oldest = min(deletions - {latest, *self._pins.copy()}, default=None)
+            oldest = min(deletions - {latest, *self._pinned()}, default=None)
             if oldest is not None:
                 self._delete([oldest], owner)
                 self._trash.empty()
