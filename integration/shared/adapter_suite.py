@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 from background_workloads import committed, train_until_interrupted
 from checkpoint_files import require_independent_copy
+from memory_workloads import train_with_memory
 
 from resumekit.prove import compare
+from resumekit.record.trace import KillPoint
 from resumekit.testing import Cell, ConformanceSuite, Kit, Run
 from resumekit.testing.task import target_of
 
 NUM_TRIALS, ALL_TRIALS = 1, 10
+NUM_KILLS, ALL_KILLS = 2, 10
 
 
 class AdapterSuite(ConformanceSuite):
@@ -113,6 +116,27 @@ class AdapterSuite(ConformanceSuite):
             assert verdict.exact, f"{run.failure} {verdict}"
             (resume,) = verdict.resumes
             assert (f"step-{resume.step:08d}", resume.num_repeated_steps) == (newest, 0)
+
+    @pytest.mark.quick("1 rank")
+    def test_a_kill_costs_at_most_one_step_with_a_place_in_memory(
+        self,
+        request: pytest.FixtureRequest,
+        kit: Kit,
+        world_size: int,
+        record_property: Callable[[str, object], None],
+    ) -> None:
+        plain = self.cell(world_size=world_size)
+        num_steps = self.num_epochs * self.steps_in_epoch(plain.options, world_size)
+        num_kills = ALL_KILLS if request.config.getoption("--full-matrix") else NUM_KILLS
+        chance = random.Random(world_size)
+        steps = sorted(chance.sample(range(3, num_steps), k=min(num_kills, num_steps - 3)))
+        points = [KillPoint.step, KillPoint.checkpoint]
+        kills = tuple(chance.choice(points)(step) for step in steps)
+        given = {"function": target_of(self.function), "options": dict(plain.options)}
+        verdict = kit.assert_exact(Cell(train_with_memory, given, world_size, kills))
+        assert len(verdict.resumes) == len(kills)
+        assert all(resume.num_repeated_steps <= 1 for resume in verdict.resumes)
+        record_property("SIGKILL with a place in memory", len(kills))
 
     @pytest.mark.full
     def test_a_component_left_out_is_caught_where_saves_are_in_the_background(

@@ -47,7 +47,7 @@ def list_directory(directory: Path, *, as_json: bool, places: Sequence[str] = ()
         CheckpointNotFoundError: there is none.
         PlaceError: a place does not answer.
     """
-    copies = copies_by_name(places)
+    copies = copies_by_name(places, Store(directory))
     rows = again_if_deleted(lambda: _rows(directory, copies))
     all_good = all(manifest is not None or state == _ELSEWHERE for _, manifest, state in rows)
     shared = shared_bytes(directory, (manifest for _, manifest, _ in rows if manifest))

@@ -10,6 +10,7 @@ from resumekit.errors import CheckpointError, ConfigurationError, ForeignCheckpo
 from resumekit.log import logger
 from resumekit.places.client import OpenPlace, PlaceClient
 from resumekit.places.directory import DirectoryCopies, observed
+from resumekit.places.memory import find_memory
 from resumekit.places.mirror import Mirror
 from resumekit.places.object_store import StoreCopies
 from resumekit.places.place import Place
@@ -21,7 +22,14 @@ from resumekit.storage.store import Store
 
 
 def open_client(place: Place) -> PlaceClient:
-    """Makes the calls to a place; nothing is opened yet."""
+    """Makes the calls to a place; nothing is opened yet.
+
+    Raises:
+        ConfigurationError: it is memory, which has the copies of a run.
+    """
+    if place.is_memory:
+        expected = "a directory or a URL: a run alone copies to memory"
+        raise ConfigurationError("place", found="memory", expected=expected)
     return PlaceClient(place, _open_place)
 
 
@@ -30,15 +38,29 @@ def _open_place(place: Place) -> OpenPlace:
     return StoreCopies(place) if directory is None else DirectoryCopies(directory)
 
 
-def copies_by_name(urls: Sequence[str]) -> dict[StepName, list[str]]:
+def _open_memory(place: Place, run_id: str | None) -> list[PlaceClient]:
+    """The client for the copies of a run in memory, if there are any."""
+    found = None if run_id is None else find_memory(run_id)
+    return [] if found is None else [PlaceClient(place, lambda _: DirectoryCopies(found))]
+
+
+def copies_by_name(urls: Sequence[str], store: Store) -> dict[StepName, list[str]]:
     """The places, as they are shown, that have a copy of each checkpoint.
+
+    Args:
+        urls: of the places.
+        store: the run directory.
 
     Raises:
         PlaceError: one does not answer.
     """
     found: dict[StepName, list[str]] = {}
     for place in map(Place, urls):
-        for name in open_client(place).names():
+        is_memory = place.is_memory
+        clients = (
+            _open_memory(place, store.recorded_run_id()) if is_memory else [open_client(place)]
+        )
+        for name in (name for client in clients for name in client.names()):
             found.setdefault(name, []).append(str(place))
     return found
 
@@ -51,7 +73,9 @@ class Copies:
     """
 
     def __init__(self, places: Sequence[Place] = ()) -> None:
-        self._clients = [open_client(place) for place in places]
+        self._mirrored = [open_client(place) for place in places if not place.is_memory]
+        self._memory = next((place for place in places if place.is_memory), None)
+        self._clients = [*self._mirrored]
         self._names: dict[PlaceClient, list[StepName]] = {}
         self._away: PlaceError | None = None
 
@@ -63,8 +87,10 @@ class Copies:
             ForeignCheckpointError: a place has the checkpoints of another run.
             ResumekitError: as of ``Store.acquire``.
         """
+        known = store.recorded_run_id() if self._clients or self._memory else None
+        if self._memory is not None:
+            self._clients += _open_memory(self._memory, known)
         run_ids = {client: self._look(client, store.directory) for client in self._clients}
-        known = store.recorded_run_id() if self._clients else None
         if known is None:
             self.require_answers()
             known = next((each for each in run_ids.values() if each is not None), None)
@@ -151,8 +177,8 @@ class Copies:
 
     def start_mirror(self, store: Store, retention: RetentionPolicy) -> Mirror | None:
         """Begins to copy what is committed; None without places. Rank 0 only."""
-        if not self._clients:
+        if not self._mirrored:
             return None
         newest = {client: max(names, default=None) for client, names in self._names.items()}
-        clients = [(client, newest.get(client)) for client in self._clients]
+        clients = [(client, newest.get(client)) for client in self._mirrored]
         return Mirror(store, clients, retention)

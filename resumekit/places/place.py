@@ -1,4 +1,4 @@
-"""A place as the user names it: a directory or a URL, with its own cadence and retention."""
+"""A place as the user names it: a directory, a URL or memory, with cadence and retention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+)://|[a-z0-9]+::")
 _USER_INFO = re.compile(r"(?<=://)[^/?#\s]*@")
 _QUERY = re.compile(r"(?<=[^\s?])\?\S*")
 _LOCAL = ("file", "local")
-_MEMORY = "memory"  # not a directory of this name: it is kept for copies in the memory of the node
+_MEMORY = "memory"  # that of the node, and not a directory of this name
 _MIN_SECRET_CHARACTERS = 6
 
 
@@ -25,10 +25,11 @@ class Place:
     """A further location for the checkpoints of a run. See docs/places.md.
 
     Args:
-        url: a directory, or a URL that fsspec can open, e.g. ``"s3://bucket/run"``.
+        url: a directory, or a URL that fsspec can open, e.g. ``"s3://bucket/run"``; or
+            ``"memory"``, to which the state itself is copied between two saves.
         save_every: a checkpoint is copied when so many steps, or a duration such as ``"1h"``, have
             passed since the last one that was; None copies each. The last one of a launch is
-            always copied.
+            always copied. In memory None is as often as copies take 5% of the time at most.
         keep_latest: the number of newest checkpoints that stay there; None for that of the run.
         storage_options: arguments for fsspec, e.g. ``{"profile": "training"}``. They are neither
             recorded nor shown.
@@ -45,8 +46,8 @@ class Place:
 
     def __post_init__(self) -> None:
         text = os.fspath(self.url) if isinstance(self.url, str | os.PathLike) else None
-        if not isinstance(text, str) or not text.strip() or text == _MEMORY:
-            expected = 'a path such as "/disk2/run", or a URL such as "s3://bucket/run"'
+        if not isinstance(text, str) or not text.strip():
+            expected = 'a path such as "/disk2/run", a URL such as "s3://bucket/run", or "memory"'
             raise ConfigurationError("places", found=repr(self.url), expected=expected)
         object.__setattr__(self, "url", text)
         if self.save_every == AUTO:
@@ -57,11 +58,21 @@ class Place:
         if number is not None and (type(number) is not int or number < 1):
             expected = "a whole number of at least 1"
             raise ConfigurationError("Place(keep_latest)", found=repr(number), expected=expected)
+        if self.is_memory and (number is not None or self.storage_options):
+            found = "keep_latest" if number is not None else "storage_options"
+            raise ConfigurationError("Place('memory')", found=found, expected="save_every only")
+
+    @property
+    def is_memory(self) -> bool:
+        """Whether it is the memory of the node."""
+        return self.url == _MEMORY
 
     @property
     def directory(self) -> Path | None:
-        """The local or mounted directory; None for a store that fsspec opens."""
+        """The local or mounted directory; None for memory, or a store that fsspec opens."""
         text = str(self.url)
+        if self.is_memory:
+            return None
         match = _URL.match(text)
         if match is None:
             return Path(text).expanduser().absolute()

@@ -23,7 +23,7 @@ from resumekit.distributed import World
 from resumekit.errors import InsufficientSpaceError, RankDisagreementError, SaveError
 from resumekit.run.preemption import LeaveSignals
 from resumekit.run.run import RunState
-from resumekit.run.save import finish, make_room, save
+from resumekit.run.save import finish, make_room, save, save_in_memory
 from resumekit.storage.directories import StepName
 
 # ---------------------------------------------------------------- all-reduced
@@ -37,12 +37,14 @@ class Requests(NamedTuple):
         save: 1 when a clock says that a save is due, else 0.
         busy: 1 while a save is being written in the background, else 0.
         failed: 1 when a save in the background has failed, else 0.
+        copy: 1 when a clock says that a copy in memory is due, else 0.
     """
 
     leave: int = 0
     save: int = 0
     busy: int = 0
     failed: int = 0
+    copy: int = 0
 
 
 NOTHING = Requests()
@@ -164,13 +166,14 @@ class DueSaves:
         With several ranks they are what was sent at the boundary before: the all-reduce overlaps a
         step. After a signal nothing more is sent.
         """
-        in_flight = self._run.in_flight
+        in_flight, memory = self._run.in_flight, self._run.memory
         asks_clock = self._cadence.needs_agreement and self._run.world.is_first
         values = (
             self.signals.received,
             int(asks_clock and self._cadence.is_due(step)),
             int(in_flight.is_busy),
             int(in_flight.has_failed),
+            int(memory is not None and memory.is_due_by_clock()),
         )
         own_requests = Requests(*values) if any(values) else NOTHING
         common = self._requests.receive(own_requests)
@@ -179,8 +182,23 @@ class DueSaves:
                 own_requests = own_requests._replace(save=0)
             if common.failed:  # which all ranks know now
                 own_requests = own_requests._replace(failed=0)
+            if common.copy:
+                own_requests = own_requests._replace(copy=0)
             self._requests.send(own_requests, step)
         return common
+
+    def copy_to_memory(self, common: Requests) -> None:
+        """Copies the state to the memory of the node where that is due. Collective.
+
+        Args:
+            common: the requests of all ranks.
+        """
+        memory, step = self._run.memory, self._run.counters.step
+        if memory is None or not memory.is_due(step, clock=bool(common.copy)):
+            return
+        was_just_saved = self._run.in_flight.step is None and self._newest_step == step
+        if self._run.replay is None and not was_just_saved:
+            save_in_memory(self._run)
 
     # ---------------------------------------------------------------- how a save is made
 

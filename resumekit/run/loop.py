@@ -12,7 +12,7 @@ from resumekit.data.source import Source
 from resumekit.errors import LoopError, Preempted
 from resumekit.record.trace import rng_digests
 from resumekit.run.discovery import Discovery
-from resumekit.run.due_saves import NOTHING, DueSaves
+from resumekit.run.due_saves import NOTHING, DueSaves, Requests
 from resumekit.run.fetch import begin, end_resume, restore_again, restore_random
 from resumekit.run.progress import LoopOrder, OwnLoop, Progress
 from resumekit.run.report import ResumeReport
@@ -316,7 +316,7 @@ class Loop:
             self._was_finished = self.finished is not None
             if self._was_finished:
                 end_resume(self.run)
-                self.run.finish_mirror()
+                self.run.finish_copies()
                 self.run.trace_state("end")
         self.outermost = loop
 
@@ -509,20 +509,27 @@ class Loop:
             counters.finished = finished
             saves.is_ending = True
             saves.make()
-            self.run.finish_mirror()
+            self.run.finish_copies()
             self.run.trace_state("end")
             saves.signals.restore()
         elif common.leave:
             self.in_step = False
             self._leave(common.leave, saves.make_before_leaving())
-        elif common.save or (saves.is_due and may_save):
+        else:
+            self._save_at_boundary(common, may_save=may_save)
+        self.in_step = False
+        self._end_replay_after(counters.step)
+
+    def _save_at_boundary(self, common: Requests, *, may_save: bool) -> None:
+        saves = self.saves
+        if common.save or (saves.is_due and may_save):
             saves.make()
         elif self._num_looked < _NUM_LOOKED and self.stepped:
             self._num_looked += 1
             self.run.variables.look()
             self.run.reporter.look()
-        self.in_step = False
-        self._end_replay_after(counters.step)
+        if may_save and self.stepped:
+            saves.copy_to_memory(common)
 
     def _end_replay_after(self, step: int) -> None:
         """Ends the process if no further step is replayed."""

@@ -133,8 +133,8 @@ class Options:
         lock: ``"posix"`` keeps a second job out of the run directory by a record lock; ``"none"``
             is for file systems without such locks. See docs/format.md.
         places: further locations for copies of the checkpoints, beside the run directory: each a
-            path, a URL or a ``resumekit.Place``. A resume uses the newest copy that verifies in
-            any of them. See docs/places.md.
+            path, a URL, ``"memory"`` or a ``resumekit.Place``. A resume uses the newest copy that
+            verifies in any of them. See docs/places.md.
         mirror: one of them, e.g. ``"s3://bucket/run"``.
         mirror_flush: how long the end of a launch waits at most for its newest checkpoint to be
             copied to all places, e.g. ``"60s"``.
@@ -190,13 +190,18 @@ class Options:
         return checked_places(self.places, None)
 
     @property
+    def memory(self) -> Place | None:
+        """The one in memory."""
+        return next((place for place in self.all_places if place.is_memory), None)
+
+    @property
     def flush_seconds(self) -> float | None:
         """``mirror_flush`` in seconds; None if it is no duration."""
         return seconds_of(self.mirror_flush)
 
-    def without_places(self) -> Options:
+    def without_mirrors(self) -> Options:
         """The options of a run in a scratch directory."""
-        return replace(self, places=())
+        return replace(self, places=[place for place in self.all_places if place.is_memory])
 
     def as_plain(self) -> dict[str, Any]:
         """The options by name, in plain values that two ranks can compare."""

@@ -31,6 +31,7 @@ from resumekit.capture.gradients import gradient_keys
 from resumekit.data.position import saved_batch_size
 from resumekit.distributed import DataRanks
 from resumekit.places.copies import Copies
+from resumekit.places.memory import remove_memory
 from resumekit.record.trace import injected_components
 from resumekit.run.agreement import ComponentGroups, agreed_data_ranks
 from resumekit.run.garbage_collector import collector_paused
@@ -47,6 +48,7 @@ from resumekit.run.resuming.finder import Finder, Found, LoadBuffer
 from resumekit.run.resuming.loading import Loading, RestoredState
 from resumekit.run.resuming.state_origins import StateOrigins
 from resumekit.run.run import Agreed, Loaded, Running, RunState, Searched
+from resumekit.run.saving.memory import MemoryCopies
 from resumekit.state import Slot
 from resumekit.storage.manifest import holds_only_weights, lineage_of
 from resumekit.storage.store import Store
@@ -103,6 +105,7 @@ def _search(
     finder = Finder(*common, run.components, copies)
     found = finder.find(up_to=None if up_to is None else up_to(store.run_id))
     if world.is_first:
+        remove_memory(store.run_id)  # what was newer there is in the run directory now
         run.mirror = copies.start_mirror(store, options.retention)
     weights = found if found is not None and holds_only_weights(found.manifest) else None
     found = None if weights is not None else found
@@ -180,7 +183,9 @@ def _load(run: RunState, searched: Searched, agreed: Agreed, asked: Mapping[str,
         report = replace(report, finished=run.counters.finished)
         restored = RestoredState(loading, searched.finder, is_driven=run.is_driven)
     latest = None if found is None else str(found.name)
-    num_here = searched.finder.buffer.num_ranks_here
+    num_here, memory = searched.finder.buffer.num_ranks_here, run.options.memory
+    if memory is not None:
+        run.memory = MemoryCopies(run.world, memory, searched.store, num_here)
     opened = (searched.store, searched.data_ranks, searched.parent)
     return Loaded(Running(*opened, agreed, report, latest, num_here), restored)
 

@@ -37,6 +37,7 @@ from resumekit.run.report import Reporter, ResumeReport
 from resumekit.run.resuming.finder import Finder, Found
 from resumekit.run.resuming.loading import RestoredState
 from resumekit.run.saving.in_flight import SaveInFlight
+from resumekit.run.saving.memory import MemoryCopies
 from resumekit.run.saving.payloads import FrozenLinks, ShardPlanner
 from resumekit.state import StateComponent, Validation
 from resumekit.storage.directories import StepName
@@ -153,7 +154,7 @@ class RunState:
             options = replay.options(options)
         self.directory = relocated(directory) if replay is None else replay.directory
         is_scratch = self.directory != directory
-        self.options = options = options.without_places() if is_scratch else options
+        self.options = options = options.without_mirrors() if is_scratch else options
         self.world = World.current(timeout_seconds=options.agreement_timeout_seconds)
         num_ranks = self.world.world_size
         self.owned = owned = RunComponents(options, extras, generators, num_ranks=num_ranks)
@@ -175,6 +176,7 @@ class RunState:
         self.in_flight = SaveInFlight(self.world, must_fit=options.async_save == "auto")
         self.phase: Searched | Loaded | Running | None = None
         self.mirror: Mirror | None = None  # on rank 0, once the phase is known
+        self.memory: MemoryCopies | None = None  # once there is something to copy
 
     @property
     def components(self) -> tuple[StateComponent, ...]:
@@ -301,8 +303,14 @@ class RunState:
             loss=loss,
         )
 
-    def trace_state(self, event: StateEvent, resumed_from: Manifest | None = None) -> None:
-        """Records every component's state, when tracing."""
+    def trace_state(
+        self,
+        event: StateEvent,
+        resumed_from: Manifest | None = None,
+        *,
+        is_durable: bool = True,
+    ) -> None:
+        """Records every component's state, when tracing; it survives a kill if it is durable."""
         if self.trace is not None:
             counted = self.counters.progress.as_dict()
             progress = counted if resumed_from is None else resumed_from.progress
@@ -312,7 +320,7 @@ class RunState:
                 progress["step"],
                 states,
                 micro_step=progress["micro_step"],
-                is_durable=self.in_flight.step is None,
+                is_durable=is_durable,
             )
 
     def best(self) -> tuple[StepName, float] | None:
@@ -330,8 +338,11 @@ class RunState:
         """The same, where the save in flight counts as if it were committed. Waits for nothing."""
         return self.selection.best_step(self.store, self.in_flight.manifest)
 
-    def finish_mirror(self) -> None:
+    def finish_copies(self) -> None:
         """Waits for the copy of the newest checkpoint, at most ``mirror_flush``."""
+        memory, self.memory = self.memory, None
+        if memory is not None:
+            memory.close(self.running.latest)
         mirror, self.mirror = self.mirror, None
         if mirror is not None:
             mirror.finish(self.options.flush_seconds or 0.0)
@@ -343,7 +354,7 @@ class RunState:
         self.log_start()
         self.journal.close()
         try:
-            self.finish_mirror()
+            self.finish_copies()
         finally:
             if self.opened is not None and self.world.is_first:
                 self.opened.store.release()

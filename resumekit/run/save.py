@@ -23,7 +23,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from resumekit.capture.model import frozen_of
-from resumekit.errors import InsufficientSpaceError
+from resumekit.errors import DirectoryError, InsufficientSpaceError, SaveError
 from resumekit.progress_display import show_progress
 from resumekit.run.agreement import ComponentGroups, described
 from resumekit.run.garbage_collector import collector_paused
@@ -38,6 +38,7 @@ from resumekit.storage.directories import StepName
 from resumekit.storage.files import FileEntry
 from resumekit.storage.io.pipeline import num_threads
 from resumekit.storage.manifest import ComponentRecord, Manifest
+from resumekit.storage.store import Store
 
 # In a manifest's details: the journal's verdict on the steps that the attempt has repeated.
 JOURNAL = "journal"
@@ -95,13 +96,8 @@ def make_room(run: RunState) -> bool:
 
 
 def _save(run: RunState, *, in_background: bool) -> None:
-    _add_late_components(run)
-    wait_for_gpus()  # what reads the state next may read values that another stream still copies
+    draft = _prepare(run)
     running, world = run.running, run.world
-    for each in states_of(run.components, BeforeSave):
-        world.everywhere(each.before_save)
-    running.agreed.replicas.check_before_save()
-    draft = _draft(run)
     in_background = in_background and run.options.async_save is not False
     run.in_flight.wait_for_removal()  # on rank 0; one thread at a time changes the store
     payloads = with_frozen(_payloads(run))
@@ -112,7 +108,7 @@ def _save(run: RunState, *, in_background: bool) -> None:
             finish_comparing(payloads)  # only then is the size of the copy known
         demands = world.gather(run.in_flight.demand(payloads))
         in_background = in_background and run.in_flight.accepts(demands)
-        name, staging = _stage(run, draft.step, demands, in_background=in_background)
+        name, staging = _stage(run, running.store, draft.step, demands, in_background=in_background)
         manifest = replace(draft, revision=name.revision)
         number, retention = run.in_flight.next_number(), run.options.retention
         job = SaveJob(world, running.store, staging, payloads, manifest, retention, number)
@@ -133,8 +129,44 @@ def _save(run: RunState, *, in_background: bool) -> None:
         run.in_flight.committed(job)
     done = "saving" if in_background else "saved"
     run.reporter.detail(f"{done} step {draft.step} in {run.directory}")
-    run.trace_state("checkpoint")
+    run.trace_state("checkpoint", is_durable=not in_background)
     run.owned.gradients_saved()
+
+
+@collector_paused()
+def save_in_memory(run: RunState) -> None:
+    """Copies the state to the memory of the node; without room, that is off. Collective.
+
+    Args:
+        run: the run, at a step boundary; its place in memory is not off.
+
+    Raises:
+        ResumekitError: as ``save``, but for what befalls files and directories.
+    """
+    memory, world = run.memory, run.world
+    assert memory is not None
+    draft = _prepare(run)
+    payloads = _payloads(run)
+    demands = world.gather(run.in_flight.demand(payloads))
+    try:
+        store = memory.begin()
+        world.on_first(lambda: memory.check_room(each.num_bytes for each in demands))
+        name, staging = _stage(run, store, draft.step, demands, in_background=False)
+        manifest, number = replace(draft, revision=name.revision), run.in_flight.next_number()
+        job = SaveJob(world, store, staging, payloads, manifest, memory.retention, number)
+        try:
+            _write(run, job)
+        except BaseException:
+            if world.is_first:
+                job.abandon()
+            raise
+        world.on_first(memory.remove_unused)
+        world.on_first(job.retain_now)
+    except (SaveError, DirectoryError) as error:
+        memory.turn_off(error)
+    else:
+        memory.end(draft.step)
+        run.trace_state("checkpoint")
 
 
 def finish(run: RunState) -> None:
@@ -157,6 +189,16 @@ def _add_late_components(run: RunState) -> None:
 
 
 # ---------------------------------------------------------------- what the manifest says
+
+
+def _prepare(run: RunState) -> Manifest:
+    """Lets the components know of the save, and checks replicas; its draft. Collective."""
+    _add_late_components(run)
+    wait_for_gpus()  # what reads the state next may read values that another stream still copies
+    for each in states_of(run.components, BeforeSave):
+        run.world.everywhere(each.before_save)
+    run.running.agreed.replicas.check_before_save()
+    return _draft(run)
 
 
 def _draft(run: RunState) -> Manifest:
@@ -261,7 +303,7 @@ def _files(run: RunState) -> list[Payload]:
 
 
 def _stage(
-    run: RunState, step: int, demands: Sequence[Demand], *, in_background: bool
+    run: RunState, store: Store, step: int, demands: Sequence[Demand], *, in_background: bool
 ) -> tuple[StepName, Callable[[], Staging]]:
     """Rank 0 checks the space and makes the staging directory. Collective.
 
@@ -271,7 +313,7 @@ def _stage(
     """
     directories = sorted({directory_of(component) for component in run.components})
     mine: list[Staging] = []
-    store = run.running.store  # what looks for the staging outlives the run, and must not keep it
+    # What looks for the staging outlives the run, and must not keep it: the store alone.
     num_parts = run.world.world_size if in_background and run.world.world_size > 1 else 0
 
     def stage() -> tuple[StepName, str]:
@@ -287,7 +329,7 @@ def _stage(
                 )
                 mine.append(staging)
             except InsufficientSpaceError:
-                if not make_room(run):
+                if store is not run.running.store or not make_room(run):
                     raise
         return name, mine[0].name
 

@@ -29,6 +29,7 @@ from resumekit.storage.io import pipeline
 from resumekit.storage.io.direct import address_of
 from resumekit.storage.io.file_system import FileSystem, save_errors
 from resumekit.storage.io.pipeline import Calls, UnsyncedFiles
+from resumekit.storage.io.shared_memory import SharedMemoryFileSystem
 
 BLOCK_BYTES = 4 << 20
 ALGORITHM = "xxh3-128/4MiB"
@@ -268,8 +269,10 @@ class FileWriter(AbstractContextManager["FileWriter"]):
             self._wait()
             unit = min(COPY_BYTES, pipeline.CHUNK_BYTES)
             units = cut(buffers, self._size, unit)
+            is_in_memory = isinstance(self._file_system, SharedMemoryFileSystem)
             while first := list(islice(units, _first_bytes() // unit)):
-                if sum(part.nbytes for parts in first for part in parts) == _first_bytes():
+                num_bytes = sum(part.nbytes for parts in first for part in parts)
+                if num_bytes == _first_bytes() and not is_in_memory:
                     self._write_copies(handle, chain(first, units), unit)
                 else:  # a small file, or bytes up to the start of a unit
                     parts = list(chain.from_iterable(first))

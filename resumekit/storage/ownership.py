@@ -214,11 +214,11 @@ class Owner:
     started: str
 
     @classmethod
-    def of_this_process(cls, run_id: str | None = None) -> Owner:
-        """A new attempt, of this run or of a new one."""
+    def of_this_process(cls, run_id: str | None = None, attempt: str | None = None) -> Owner:
+        """An attempt of this process; without ids a new attempt, of a new run."""
         started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        run_id = run_id or uuid.uuid4().hex
-        return cls(run_id, uuid.uuid4().hex, socket.gethostname(), os.getpid(), started)
+        run_id, attempt = run_id or uuid.uuid4().hex, attempt or uuid.uuid4().hex
+        return cls(run_id, attempt, socket.gethostname(), os.getpid(), started)
 
     def to_bytes(self) -> bytes:
         """The record file."""

@@ -120,13 +120,14 @@ class Store:
 
     # Who owns the directory
 
-    def acquire(self, *, run_id: str | None = None) -> Owner:
+    def acquire(self, *, run_id: str | None = None, attempt: str | None = None) -> Owner:
         """The record of this attempt, which owns the directory until ``release``. Rank 0 only.
 
         Creates a missing directory and removes what earlier attempts left in staging.
 
         Args:
             run_id: for a directory that no run has used; None for a new run.
+            attempt: of another directory of the run, which this one belongs to; None for a new one.
 
         Raises:
             DirectoryInUseError: another live job owns it; names the job.
@@ -145,18 +146,18 @@ class Store:
             raise self._in_use()
         try:
             with self._one_thread, directory_errors(self.directory, "be used"):
-                self._take_over(run_id)
+                self._take_over(run_id, attempt)
         except BaseException:
             self._lock.release()
             raise
         assert self._owner is not None
         return self._owner
 
-    def _take_over(self, run_id: str | None) -> None:
+    def _take_over(self, run_id: str | None, attempt: str | None) -> None:
         if not has_directory(self._file_system, self.directory, STAGING):
             self._file_system.mkdir(self.directory / STAGING)
         found = find_run_id(self._file_system, self.directory)
-        owner = Owner.of_this_process(found or run_id)
+        owner = Owner.of_this_process(found or run_id, attempt)
         write_owner(self._file_system, self.directory, owner)
         self._owner = self._record = owner
         self._in_flight, self._verified, self._committed = set(), {}, None

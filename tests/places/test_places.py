@@ -438,7 +438,6 @@ def test_a_tool_that_repeats_a_run_in_a_scratch_directory_leaves_its_places_alon
     [
         {"places": "s3://bucket/run"},
         {"places": [""]},
-        {"places": ["memory"]},
         {"places": [3]},
         {"places": ["/x", "/x/"]},
         {"places": ["/x"], "mirror": "file:///x"},

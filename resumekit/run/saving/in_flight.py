@@ -110,6 +110,15 @@ class SaveJob:
 
     # The new checkpoint is committed: an old one that cannot be removed does not undo that.
 
+    def retain_now(self) -> None:
+        """Removes old checkpoints with their files. Rank 0 only.
+
+        Raises:
+            SaveError: they could not be removed.
+        """
+        self.store.retain(self._retention)
+        self.store.empty_trash()
+
     def retain(self) -> None:
         """Removes old checkpoints; their files in the background. Rank 0 only."""
         _logged(lambda: self.store.retain(self._retention))
