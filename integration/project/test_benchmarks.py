@@ -220,6 +220,12 @@ def test_a_restart_is_compared_with_a_fresh_start_under_each_framework(tmp_path:
         assert float(row["fresh start"].split()[0]) > 0
 
 
+def test_a_copy_in_memory_is_compared_with_one_copy_and_a_digest(tmp_path: Path) -> None:
+    rows = _table(tmp_path, "memory_copies.py")
+    _check_targets(rows)
+    assert rows[0]["against"] == "one copy and digest"
+
+
 @pytest.mark.full
 def test_frozen_parameters_are_judged_only_when_they_are_linked(tmp_path: Path) -> None:
     rows = _table(tmp_path, "frozen_saves.py")
