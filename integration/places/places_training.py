@@ -51,6 +51,7 @@ ckpt = Checkpointer(
     mirror=place,
     mirror_flush=flush,
 )
+# Of a launch that begins at step 0: a resume restores what the loop changes.
 begun, durations = time.monotonic(), []
 for (x,) in ckpt.batches(loader, steps=int(steps)):
     loss = (model(x) - x).square().mean()
