@@ -149,7 +149,7 @@ class Mirrored:
 
 def rows_of(what: str, found: dict[str, list[Any]], step_seconds: float) -> list[tuple[str, ...]]:
     """The time and the CPU time of runs with a mirror, beside those without of the same rounds."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for figure, number, target in (("", 0, TARGET), (", CPU", 1, None)):
         pairs = [(a[number], b[number]) for a, b in zip(found[WITHOUT], found[what], strict=True)]
         medians = [shown(statistics.median(values)) for values in zip(*pairs, strict=True)]
