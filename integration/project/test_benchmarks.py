@@ -194,6 +194,16 @@ def test_a_training_with_saves_is_compared_with_one_without(
     assert bool(compared["target"]) == (saves == "async")
 
 
+@pytest.mark.full
+def test_a_training_with_a_mirror_is_compared_with_one_without(tmp_path: Path) -> None:
+    pytest.importorskip("s3fs", reason="needs s3fs")
+    rows = _table(tmp_path, "mirror_cost.py", "--steps", "101")
+    _check_targets(rows)
+    assert {RAW_WRITE, "raw upload", "without a mirror"} < _figures(rows)
+    compared = [row["figure"] for row in rows if row["target"]]
+    assert compared == ["mirror", "mirror, 20 MB/s"]
+
+
 def test_a_part_of_a_benchmark_adds_a_section_to_the_page_of_the_day(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,11 +2,13 @@
 
 Started as a program: ``python copying_mount.py ROOT MOUNT [CALL]``. What is written to the mount is
 in the root. The program ends without a word before the change of that number, as if its machine
-had stopped.
+had stopped. ``python copying_mount.py ROOT MOUNT network SECONDS`` is a mount as of a network file
+system, whose names are cached for so many seconds.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
@@ -98,8 +100,71 @@ class CopyingMount(mfusepy.Operations):  # type: ignore[misc]
             self.unlink(old)
 
 
+class NetworkMount(CopyingMount):
+    """What the client of a network file system may do; a rename is atomic.
+
+    Bytes are in the root once their file is synced or closed, or its size is asked for. The names
+    and sizes that other clients have changed are seen once the kernel's caches expire. Every third
+    file that is opened is stale. libfuse renames a file that is unlinked while it is open.
+    """
+
+    def __init__(self, root: str) -> None:
+        super().__init__(root, 0)
+        self._unwritten: dict[str, list[tuple[bytes, int]]] = {}
+        self._num_opened, self._stale = 0, set[int]()
+
+    def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
+        self._write_back(path)
+        return super().getattr(path, fh)
+
+    def open(self, path: str, flags: int) -> int:
+        self._write_back(path)
+        number = super().open(path, flags)
+        self._num_opened += 1
+        if self._num_opened % 3 == 0:
+            self._stale.add(number)
+        return number
+
+    def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
+        if fh in self._stale:
+            raise OSError(errno.ESTALE, "stale")
+        return super().read(path, size, offset, fh)
+
+    def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
+        self._unwritten.setdefault(path, []).append((data, offset))
+        return len(data)
+
+    def flush(self, path: str, fh: int) -> int:
+        self._write_back(path)
+        return 0
+
+    def fsync(self, path: str, datasync: int, fh: int) -> int:
+        return self.flush(path, fh)
+
+    def release(self, path: str, fh: int) -> int:
+        self._write_back(path)
+        self._stale.discard(fh)
+        return super().release(path, fh)
+
+    def rename(self, old: str, new: str) -> None:
+        self._write_back(old)
+        os.rename(self._path(old), self._path(new))
+
+    def _write_back(self, path: str) -> None:
+        for data, offset in self._unwritten.pop(path, ()):
+            with open(self._path(path), "r+b") as file:
+                file.seek(offset)
+                file.write(data)
+
+
 if __name__ == "__main__":
     root, mount, *last = sys.argv[1:]
-    mfusepy.FUSE(
-        CopyingMount(root, int(last[0]) if last else 0), mount, foreground=True, nothreads=True
-    )
+    operations: CopyingMount
+    caches: dict[str, float] = {}
+    if last[:1] == ["network"]:
+        operations = NetworkMount(root)
+        names = ("attr_timeout", "entry_timeout", "negative_timeout")
+        caches = dict.fromkeys(names, float(last[1]))
+    else:
+        operations = CopyingMount(root, int(last[0]) if last else 0)
+    mfusepy.FUSE(operations, mount, foreground=True, nothreads=True, **caches)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,13 @@ class Ended:
 
 
 class Trial:
-    """One run directory with its trace, launched as often as it takes."""
+    """One run directory with its trace, launched as often as it takes.
+
+    Attributes:
+        training: the function that trains, with the run directory as its first argument.
+    """
+
+    training: Callable[..., None] = staticmethod(launch)
 
     def __init__(self, server: ForkServer, directory: Path) -> None:
         self._server = server
@@ -65,6 +72,10 @@ class Trial:
     def run(self) -> Path:
         """The run directory."""
         return self._directory / "run"
+
+    def run_of(self, rank: int) -> Path:
+        """The run directory, as the node of a rank names it."""
+        return self.run
 
     @property
     def trace(self) -> Path:
@@ -98,11 +109,11 @@ class Trial:
         environment = {TRACE_VARIABLE: str(trace), KILL_VARIABLE: kill}
         tasks = []
         for rank, log in enumerate(logs):
-            target, arguments = target_of(launch), dict[str, Any](options)
+            target, arguments = target_of(self.training), dict[str, Any](options)
             if failpoints is not None and rank == on_rank:
                 arguments |= {"target": target, "failpoints": failpoints}
                 target = target_of(launch_with_faults)
-            tasks.append(Task(target, str(self.run), arguments, environment, str(log)))
+            tasks.append(Task(target, str(self.run_of(rank)), arguments, environment, str(log)))
         statuses = self._server.run(tasks, TIMEOUT_SECONDS)
         if len(statuses) < world_size:
             raise AssertionError(f"a launch takes more than {TIMEOUT_SECONDS:.0f} seconds")

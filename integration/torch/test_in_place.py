@@ -8,15 +8,14 @@ undisturbed.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 from faults_trials import Trial, Trials
+from small_volumes import fuse
 
 from resumekit.storage.directories import StepName
 from resumekit.storage.store import Store
@@ -28,30 +27,12 @@ MOUNT = Path(__file__).with_name("copying_mount.py")
 NUM_CALLS = 130  # of a launch that saves twice and deletes once, on the mount
 
 RecordProperty = Callable[[str, object], None]
-# A rank that was killed may still be in a call when the mount is asked to end.
-SECONDS = 10.0
 
 
-@contextmanager
-def _mounted(root: Path, path: Path, *, last: int = 0) -> Iterator[None]:
+def _mounted(root: Path, path: Path, *, last: int = 0) -> AbstractContextManager[None]:
     """The root at a path; the mount stops before its change of the number ``last``."""
     pytest.importorskip("mfusepy", reason="needs mfusepy")
-    if not os.access("/dev/fuse", os.W_OK):
-        pytest.skip("needs /dev/fuse")
-    path.mkdir(exist_ok=True)
-    command = [sys.executable, str(MOUNT), str(root), str(path), str(last)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            deadline = time.monotonic() + SECONDS
-            while not os.path.ismount(path):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    assert process.stderr is not None
-                    pytest.skip(f"nothing can be mounted here: {process.stderr.read().strip()}")
-                time.sleep(0.01)
-            yield
-        finally:
-            subprocess.run(["umount", "--lazy", str(path)], check=True)
-            process.kill()
+    return fuse(path, sys.executable, str(MOUNT), str(root), str(path), str(last))
 
 
 @pytest.fixture

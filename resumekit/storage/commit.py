@@ -57,6 +57,7 @@ from resumekit.storage.directories import (
     is_taken,
     path_problem,
     remove_tree,
+    rename_directory,
     replace_small,
 )
 from resumekit.storage.file_reader import link_file, read_blocks
@@ -458,13 +459,12 @@ class Trash:
 
     def _withdraw(self, name: StepName) -> Path:
         path = self._directory / str(name)
-        if self._is_in_place:
-            mark(self._file_system, self._directory, name)
-            self._file_system.unlink(path / MANIFEST)
-            return path
         target = self._directory / STAGING / f"trash-{name}-{uuid.uuid4().hex[:12]}"
-        self._file_system.rename(path, target)
-        return target
+        if not self._is_in_place and rename_directory(self._file_system, path, target):
+            return target
+        mark(self._file_system, self._directory, name)
+        self._file_system.unlink(path / MANIFEST)
+        return path
 
     def sync(self) -> None:
         """Makes the renames durable. Before any other sync of the run directory, which may fail.

@@ -16,6 +16,7 @@ A digest does not prove that the content is well-formed, so the parser is strict
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import re
@@ -310,6 +311,21 @@ def remove_tree(file_system: FileSystem, root: Path) -> None:
                 file_system.unlink(directory / entry.name)
     for directory in reversed(emptied):
         file_system.rmdir(directory)
+
+
+def rename_directory(file_system: FileSystem, source: Path, target: Path) -> bool:
+    """Renames a directory as a whole; False where an overlay has it in a lower layer.
+
+    Raises:
+        OSError: as the failing call said.
+    """
+    try:
+        file_system.rename(source, target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        return False
+    return True
 
 
 def write_small(file_system: FileSystem, path: Path, data: bytes, *, sync: bool = True) -> None:

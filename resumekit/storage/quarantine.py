@@ -6,7 +6,14 @@ import uuid
 from pathlib import Path
 
 from resumekit.errors import ConfigurationError, CorruptCheckpointError
-from resumekit.storage.directories import QUARANTINE, StepName, has_directory, seal, write_small
+from resumekit.storage.directories import (
+    QUARANTINE,
+    StepName,
+    has_directory,
+    rename_directory,
+    seal,
+    write_small,
+)
 from resumekit.storage.io.file_system import FileSystem
 
 
@@ -37,11 +44,25 @@ def quarantine_step(
     target = directory / QUARANTINE / f"{name}-{uuid.uuid4().hex[:12]}"
     reason = seal({"checkpoint": str(name), "error": str(error)})
     write_small(file_system, target.with_name(f"{target.name}.reason.json"), reason)
-    file_system.rename(directory / str(name), target)
+    _move(file_system, directory / str(name), target)
     # First the new name, then the removal of the old one: a power cut between them loses nothing.
     file_system.fsync_dir(target.parent)
     file_system.fsync_dir(directory)
     return target
+
+
+def _move(file_system: FileSystem, source: Path, target: Path) -> None:
+    """Renames a directory, or else each file in it: the checkpoint is damaged already."""
+    if rename_directory(file_system, source, target):
+        return
+    file_system.mkdir(target)
+    for entry in file_system.list(source):
+        if entry.kind == "directory":
+            _move(file_system, source / entry.name, target / entry.name)
+        else:
+            file_system.rename(source / entry.name, target / entry.name)
+    file_system.fsync_dir(target)
+    file_system.rmdir(source)
 
 
 def list_quarantined(file_system: FileSystem, directory: Path) -> list[str]:

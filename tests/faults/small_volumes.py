@@ -1,4 +1,4 @@
-"""Real file systems that fill up: mounted for a test, and always unmounted."""
+"""Real file systems, such as small ones that fill up: mounted for a test, and always unmounted."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import itertools
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+
+# A mounted program may be slow to begin, and a killed process may still be in a call when it ends.
+_SECONDS = 10.0
 
 
 @contextmanager
@@ -37,13 +41,39 @@ def ext4(path: Path, *, num_bytes: int) -> Iterator[Path]:
 
 @contextmanager
 def mounted(path: Path, *options: str) -> Iterator[Path]:
-    """A mount at a new directory; skips the test where it is refused."""
-    path.mkdir()
+    """A mount at a new or empty directory; skips the test where it is refused."""
+    path.mkdir(exist_ok=True)
     _run("mount", *options, str(path))
     try:
         yield path
     finally:
         subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+@contextmanager
+def fuse(path: Path, *command: str) -> Iterator[None]:
+    """A mount that a program serves until it is killed; skips the test where that is impossible.
+
+    Args:
+        path: a new or empty directory.
+        *command: of the program, which stays in the foreground.
+    """
+    if not os.access("/dev/fuse", os.W_OK):
+        pytest.skip("needs /dev/fuse")
+    path.mkdir(exist_ok=True)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            deadline = time.monotonic() + _SECONDS
+            while not os.path.ismount(path):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    process.kill()
+                    assert process.stderr is not None
+                    pytest.skip(f"nothing can be mounted here: {process.stderr.read().strip()}")
+                time.sleep(0.01)
+            yield
+        finally:
+            subprocess.run(["umount", "--lazy", str(path)], capture_output=True)
+            process.kill()
 
 
 def _run(*command: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from crashlab.interruptions import CopiesOnRename
+from crashlab.interruptions import CopiesOnRename, LowerLayer
 from resumekit.errors import CorruptCheckpointError, OwnershipLostError, SaveError
 from resumekit.storage.directories import StepName
 from resumekit.storage.io.file_system import LocalFileSystem
@@ -113,3 +113,34 @@ def test_without_a_lock_the_later_of_two_jobs_owns_the_directory(
         save(first, 2)
     assert save(second, 2) == StepName(2)
     assert second.step_names() == [StepName(2), StepName(1)]
+
+
+@pytest.fixture
+def on_overlay(open_store: OpenStore) -> Store:
+    store = open_store(file_system=LowerLayer(LocalFileSystem()))
+    store.acquire()
+    return store
+
+
+def test_a_checkpoint_in_the_lower_layer_of_an_overlay_is_deleted_in_place(
+    on_overlay: Store, save: Save, run_directory: Path
+) -> None:
+    save(on_overlay, 5)
+    save(on_overlay, 6)
+    assert on_overlay.retain(RetentionPolicy(keep_latest=1)) == [StepName(5)]
+    assert on_overlay.step_names() == [StepName(6)]
+    assert "step-00000005.incomplete" in _names(run_directory)
+    on_overlay.empty_trash()
+    assert _names(run_directory) == ["step-00000006"]
+
+
+def test_a_damaged_one_is_moved_into_quarantine_file_by_file(
+    on_overlay: Store, save: Save, run_directory: Path
+) -> None:
+    name = save(on_overlay, 5)
+    path = run_directory / str(name)
+    before = {str(file.relative_to(path)) for file in path.rglob("*")}
+    target = on_overlay.quarantine(name, CorruptCheckpointError(str(name), found="damage"))
+    assert {str(file.relative_to(target)) for file in target.rglob("*")} == before
+    assert on_overlay.quarantined() == [target.name]
+    assert _names(run_directory) == []

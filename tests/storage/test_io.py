@@ -1,15 +1,21 @@
 from __future__ import annotations
 
 import ast
+import errno
+import logging
+import mmap
 import os
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import resumekit.storage
+from resumekit.storage.io.direct import MIN_DIRECT_BYTES
 from resumekit.storage.io.file_system import Entry, LocalFileSystem
+from resumekit.storage.store import Store
 
 
 @pytest.fixture
@@ -145,3 +151,43 @@ def test_no_other_module_touches_files() -> None:
             elif node.attr in io_methods:
                 seam = owner in {"file_system", "self._file_system", "self._inner"}
                 assert seam, f"{path.name}:{node.lineno}: {owner}.{node.attr}"
+
+
+def test_a_directory_that_cannot_be_synced_is_reported_once(
+    local: LocalFileSystem,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    number = errno.EINVAL
+    with caplog.at_level(logging.INFO, "resumekit"):
+        local.fsync_dir(tmp_path)
+        local.fsync_dir(tmp_path)
+    found = f"{tmp_path} cannot be synced: a power cut may undo the newest save"
+    assert caplog.messages == [found]
+    number = errno.EIO
+    with pytest.raises(OSError, match="Input/output error"):
+        local.fsync_dir(tmp_path)
+
+
+def test_what_a_new_run_directory_supports_is_known_in_50_ms(tmp_path: Path) -> None:
+    """Its locks, syncs and rename, as the first launch finds them; and direct I/O of a file."""
+
+    def seconds(directory: Path) -> float:
+        began = time.perf_counter()
+        file_system = LocalFileSystem()
+        store = Store(directory, file_system=file_system)
+        store.acquire()
+        handle = file_system.create(directory / "file")
+        file_system.write(handle, [memoryview(image)])
+        file_system.close(handle)
+        took = time.perf_counter() - began
+        store.release()
+        return took
+
+    image = mmap.mmap(-1, MIN_DIRECT_BYTES)
+    assert min(seconds(tmp_path / f"run-{number}") for number in range(10)) <= 0.05

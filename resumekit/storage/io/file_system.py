@@ -32,6 +32,7 @@ from resumekit.errors import (
     SaveError,
     UnreadableCheckpointError,
 )
+from resumekit.log import logger
 from resumekit.storage.io.direct import FUSE, DirectIO, type_of_file_system
 
 Kind = Literal["file", "directory", "other"]
@@ -187,6 +188,7 @@ class LocalFileSystem:
         self._sync_file_range = _find_sync_file_range()
         self._direct = DirectIO()
         self._observer: Observer | None = None
+        self._syncs_directories = True  # as far as is known
 
     @contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
@@ -241,6 +243,9 @@ class LocalFileSystem:
             # Not a failed sync: some FUSE file systems have none for directories.
             if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
                 raise
+            if self._syncs_directories:
+                self._syncs_directories = False
+                logger.info("%s cannot be synced: a power cut may undo the newest save", path)
         finally:
             os.close(descriptor)
 

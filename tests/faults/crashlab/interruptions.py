@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from crashlab.recording import RecordingFileSystem
+from resumekit.storage.directories import STAGING
 from resumekit.storage.io.file_system import Entry, FileSystem, Free, ReadHandle
 
 
@@ -110,6 +112,15 @@ class CopiesOnRename(Passing):
                 self.link(source / entry.name, target / entry.name)
                 self.unlink(source / entry.name)
         self.rmdir(source)
+
+
+class LowerLayer(Passing):
+    """An overlay on which every directory but those in staging is in a lower layer."""
+
+    def rename(self, source: Path, target: Path) -> None:
+        if self.entry(source).kind == "directory" and STAGING not in source.parts:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(source))
+        super().rename(source, target)
 
 
 class BeforeEveryChange(Passing):
