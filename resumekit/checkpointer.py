@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,6 +28,7 @@ from resumekit.run.options import (
 from resumekit.run.progress import Progress
 from resumekit.run.report import ResumeReport
 from resumekit.run.run import Components, RunState
+from resumekit.state import StateComponent
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -199,7 +200,12 @@ class Checkpointer:
         return Batches(self, self._loop, feed, epochs=epochs, steps=steps)
 
     def drive(
-        self, *, epochs: int | None = None, steps: int | None = None, one_at_a_time: bool = False
+        self,
+        *,
+        epochs: int | None = None,
+        steps: int | None = None,
+        one_at_a_time: bool = False,
+        checked: Sequence[StateComponent] = (),
     ) -> FrameworkLoop:
         """Lets an adapter follow the loop that a framework runs. Collective.
 
@@ -211,6 +217,8 @@ class Checkpointer:
             steps: the optimizer steps of the whole run; with ``epochs``, whichever comes first.
                 With neither, the loop's ``accept_horizon()`` is to be called before it is resumed.
             one_at_a_time: the framework uses each batch before it asks for the next one.
+            checked: the components that are known before their objects exist: the checkpoint that
+                is found has states of these types.
 
         Raises:
             ConfigurationError: saves inside an accumulation window are asked for, of a framework
@@ -225,6 +233,7 @@ class Checkpointer:
                 found="'gradients', in a loop that a framework runs",
                 expected="'boundary'",
             )
+        self._run.checked = checked
         asked = {"epochs": epochs, "steps": steps}
         return FrameworkLoop(
             self, self._loop, {unit: n for unit, n in asked.items() if n is not None}

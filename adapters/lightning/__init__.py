@@ -258,7 +258,7 @@ def check_path(path: Any) -> None:
     refuse(f"fit(ckpt_path={path!r})", path is not None and not is_tuners, why)
 
 
-def limits_of(trainer: Any) -> dict[str, tuple[int, int]]:
+def limits_of(trainer: Any) -> dict[str, tuple[Any, int]]:
     """The horizon of the fit and its progress; a limit below 1 is none."""
     steps = (trainer.max_steps, trainer.global_step)
     return {"epochs": (trainer.max_epochs, trainer.current_epoch), "steps": steps}

@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 from torch.utils.data import Dataset
 
@@ -16,12 +16,13 @@ from resumekit.adapters.lightning.loop_state import LoopState, in_epoch, keeps_g
 from resumekit.capture.ddp_buckets import buckets_of
 from resumekit.capture.gradients import gradient_states, require_gradients
 from resumekit.capture.model import by_class_and_ordinal, one_or_named
+from resumekit.capture.nested_state import OneNumber, require_loadable
 from resumekit.capture.objects import ObjectState
 from resumekit.capture.slots import registered_components, state_components
 from resumekit.capture.user_state.attributes import Holder
 from resumekit.capture.user_state.exclusions import attributes_set_by
 from resumekit.capture.user_state.user_state import UserState
-from resumekit.state import ComponentState, SharingPattern, Slot, StateComponent
+from resumekit.state import Checked, Rule, SharingPattern, Slot, StateComponent
 
 _LIBRARIES = frozenset({"lightning", "pytorch_lightning", "resumekit"})
 
@@ -44,7 +45,7 @@ def fit_components(trainer: Any, loops: LoopState, ema: Any) -> tuple[StateCompo
     return (
         *_trained(trainer, schedulers, ema),
         loops.component(),
-        StateComponent("callbacks/hooks", HookState(trainer), SharingPattern.PER_RANK),
+        StateComponent(_HOOKS, HookState(trainer), SharingPattern.PER_RANK),
         user.component(),
         *map(as_kept, registered_components([*stateful, *filter(None, [trainer.datamodule])])),
     )
@@ -76,6 +77,7 @@ def _trained(trainer: Any, schedulers: Any, ema: Any) -> tuple[StateComponent, .
 
 # ---------------------------------------------------------------- the state of callbacks
 
+_HOOKS = "callbacks/hooks"
 _PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")
 
 
@@ -99,8 +101,14 @@ def as_kept(component: StateComponent) -> StateComponent:
     return component
 
 
-class HookState(ComponentState):
+class _Hooks(TypedDict):
+    checkpoint: dict[str, Any]
+
+
+class HookState(Checked):
     """What the module and callbacks put into a checkpoint by hooks."""
+
+    schema = _Hooks
 
     def __init__(self, trainer: Any) -> None:
         self._module = module = trainer.lightning_module
@@ -113,6 +121,15 @@ class HookState(ComponentState):
         for owner, arguments in self._owners:
             owner.on_save_checkpoint(*arguments, checkpoint)
         return {"checkpoint": {key: v for key, v in checkpoint.items() if key != "state_dict"}}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HookState:
+        made = copy.copy(self)
+        made._module = copy.deepcopy(self._module, memo)
+        made._owners = [(copy.deepcopy(each, memo), arguments) for each, arguments in self._owners]
+        return made
+
+    def check_state_dict(self, state: Any) -> None:
+        require_loadable(_HOOKS, self, state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         checkpoint = {"state_dict": self._module.state_dict(), **state["checkpoint"]}
@@ -127,13 +144,41 @@ class TimerState(ObjectState):
         return {}
 
 
-class ModelCheckpointState(ComponentState):
+class _Saved(TypedDict):
+    monitor: str | None
+    best_model_score: OneNumber | None
+    best_model_path: str
+    current_score: OneNumber | None
+    dirpath: str | None
+    kth_best_model_path: str
+    kth_value: OneNumber
+    last_model_path: str
+    best_k_models: dict[str, OneNumber]
+
+
+def _has_worst(state: Mapping[str, Any]) -> bool:
+    worst = state["kth_best_model_path"]
+    return not worst or worst in state["best_k_models"]
+
+
+def _is_last(last: Mapping[str, Any]) -> bool:
+    return [type(last.get(each.name)) for each in private.LAST_SAVED] == [int, str]
+
+
+class _SavingContent(TypedDict):
+    state: Annotated[_Saved, Rule("the worst of the best models among them", _has_worst)]
+    last: Annotated[dict[str, Any], Rule("the last step and path", _is_last)]
+
+
+class ModelCheckpointState(Checked):
     """The state of a ``ModelCheckpoint``, whose folder may have moved with the run directory.
 
     Lightning compares the folder and drops the best model when it differs. It does not save which
     step it saved last, and would save that step again. lightning 2.6 callbacks/model_checkpoint.py
     ``load_state_dict``, ``_should_skip_saving_checkpoint``.
     """
+
+    schema = _SavingContent
 
     def __init__(self, saving: Any) -> None:
         self._saving = saving
@@ -144,6 +189,13 @@ class ModelCheckpointState(ComponentState):
         models = {self._name(path): score for path, score in saving.best_k_models.items()}
         last = {each.name: self._name(each.of(saving)) for each in private.LAST_SAVED}
         return {"state": {**state, "best_k_models": models}, "last": last}
+
+    def check_content(self, key: str, state: Any) -> None:
+        saved = state.get("state") if isinstance(state, dict) else None
+        if isinstance(saved, dict):  # that of a derived class may have more
+            known = saved.keys() & _Saved.__required_keys__
+            state = {**state, "state": {name: saved[name] for name in known}}
+        super().check_content(key, state)
 
     def comparable_state(self) -> dict[str, Any]:
         """Without the folder, which each run has for itself."""

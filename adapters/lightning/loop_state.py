@@ -7,7 +7,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any, TypedDict
+from typing import Annotated, Any, TypedDict
 
 import torch
 
@@ -22,7 +22,7 @@ from resumekit.adapters.lightning._private import (
     strategies,
 )
 from resumekit.adapters.lightning.loader import loader_fidelity, under_rng_state
-from resumekit.capture.nested_state import structure_mismatches
+from resumekit.capture.nested_state import OneNumber, paired, structure_mismatches
 from resumekit.capture.rng import (
     GeneratorState,
     RngState,
@@ -39,12 +39,15 @@ from resumekit.state import (
     Checked,
     Count,
     Fidelity,
+    Rule,
     SharingPattern,
     StateComponent,
+    check_schema,
 )
 
 _KEY = "callbacks/lightning"
-
+_EPOCHS, _BATCHES = "epoch_progress", "epoch_loop.batch_progress"  # of the state of the loops
+_FLAGS = ("of_torch", "synchronizes", "rank_zero_only", "has_function")  # of a metric
 
 # By the name in the state.
 _METRICS = {
@@ -59,20 +62,31 @@ class _Requested(TypedDict):
     rng: RngStates
 
 
+def _is_meta(meta: Mapping[str, Any]) -> bool:
+    """Whether it has what Lightning's own dataclass has, with the name of a function."""
+    names = {each.name for each in fields(Metadata)} - {"_sync"}
+    if meta.keys() != names.union(_FLAGS) or not isinstance(meta["reduce_fx"], str):
+        return False
+    return hasattr(torch if meta["of_torch"] else builtins, meta["reduce_fx"])
+
+
+_Meta = Annotated[dict[str, str | int | bool | None], Rule("settings of self.log()", _is_meta)]
+
+
 class _Logged(TypedDict):
-    sums: dict[str, Any]
-    begins_with: dict[str, Any]
-    last: torch.Tensor | None
-    meta: dict[str, Any] | None
+    sums: dict[str, OneNumber]
+    begins_with: dict[str, OneNumber]
+    last: OneNumber | None
+    meta: _Meta | None
 
 
 class _LoopFields(TypedDict):
     loops: dict[str, Any]
     logged: dict[str, _Logged]
     is_first_batch: bool | None
-    metrics: dict[str, Any]
-    logged_metrics: dict[str, Any]
-    progress_bar_metrics: dict[str, Any]
+    metrics: dict[str, OneNumber]
+    logged_metrics: dict[str, OneNumber]
+    progress_bar_metrics: dict[str, OneNumber]
     accumulate_grad_batches: Count
     should_stop: bool
     requested: _Requested | None
@@ -109,13 +123,8 @@ class LoopState(Checked):
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
-        loop = trainer.fit_loop  # its own state_dict asks the loaders, and some then draw numbers
         return {
-            "loops": {
-                **loop.epoch_loop.state_dict(prefix="epoch_loop."),
-                "epoch_progress": loop.epoch_progress.state_dict(),
-                "state_dict": {},
-            },
+            "loops": self._loops(),
             "logged": as_plain(private.RESULTS.of(trainer)),
             "is_first_batch": private.IS_FIRST_BATCH.of(trainer),
             **{name: dict(metrics.of(trainer)) for name, metrics in _METRICS.items()},
@@ -133,9 +142,36 @@ class LoopState(Checked):
 
     def check_content(self, key: str, state: Any) -> None:
         super().check_content(key, state)
-        live = self._trainer.fit_loop.epoch_loop.state_dict(prefix="epoch_loop.")
-        for each in structure_mismatches(state["loops"], live, may_lack=True):
+        saved, live = state["loops"], self._loops()
+        for each in structure_mismatches(saved, live):
             raise InvalidStateError(f"{key}: loops{each.where}", found=each.found)
+        for where, value, now in paired(saved, live):
+            if isinstance(now, int):
+                check_schema(f"{key}: loops{where}", bool if type(now) is bool else Count, value)
+        modules = dict(self._trainer.lightning_module.named_modules())
+        for name, each in state["logged"].items():
+            meta = each["meta"]
+            if meta and not each["sums"] and meta["metric_attribute"] not in modules:
+                found = f"the metric {meta['metric_attribute']}"
+                raise InvalidStateError(f"{key}: logged.{name}", found=found, expected="a module")
+
+    def progress_in(self, state: Any) -> dict[str, tuple[Any, str]]:
+        loops = state["loops"]
+        epochs, batches = (loops[name]["current"] for name in (_EPOCHS, _BATCHES))
+        if epochs["processed"] >= epochs["started"]:
+            return {}  # between two epochs
+        return {
+            f"loops.{_EPOCHS}.current.completed": (epochs["completed"], "epoch"),
+            f"loops.{_BATCHES}.current.ready": (batches["ready"], "batch"),
+        }
+
+    def _loops(self) -> dict[str, Any]:
+        loop = self._trainer.fit_loop  # its own state_dict asks the loaders, and some then draw
+        return {
+            **loop.epoch_loop.state_dict(prefix="epoch_loop."),
+            _EPOCHS: loop.epoch_progress.state_dict(),
+            "state_dict": {},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Restores all but what the first batch decides."""

@@ -39,7 +39,11 @@ from resumekit.adapters.transformers.arguments import (
     saves_each_epoch,
     with_defaults,
 )
-from resumekit.adapters.transformers.trainer_components import trainer_components, trainer_settings
+from resumekit.adapters.transformers.trainer_components import (
+    known_components,
+    trainer_components,
+    trainer_settings,
+)
 from resumekit.adapters.transformers.user_state import changed_settings, user_state
 
 if TYPE_CHECKING:
@@ -185,7 +189,7 @@ class ResumeCallback(TrainerCallback):
         counts = Counts(*count(args, dataloader))
         checkpointer = self._make_checkpointer(counts.max_steps)
         self._checkpointer = self._open.enter_context(checkpointer)
-        self._loop = loop = self._checkpointer.drive()
+        self._loop = loop = self._checkpointer.drive(checked=known_components(self._trainer))
         self._best = BestModel(self._trainer, loop)
         if self._saves_each_epoch:
             loop.set_cadence_text("at the end of each epoch")

@@ -24,13 +24,18 @@ from resumekit.adapters.transformers.arguments import (
 from resumekit.adapters.transformers.user_state import lost_of_trl, trl_components, without_times
 from resumekit.capture.ddp_buckets import buckets_of
 from resumekit.capture.model import by_class_and_ordinal, frozen_parameters
+from resumekit.capture.nested_state import OneNumber
 from resumekit.capture.objects import AttributeState
+from resumekit.capture.optimizer import OptimizerState
+from resumekit.capture.scheduler import SchedulerState
 from resumekit.capture.user_state.user_state import UserState
 from resumekit.frameworks.accelerate import accelerator_components
 from resumekit.state import (
     CLOCK_SUFFIXES,
+    Checked,
     Count,
     Fidelity,
+    OfType,
     Resplit,
     SharingPattern,
     Slot,
@@ -138,7 +143,7 @@ class _TrainerFields(TypedDict, total=False):
     num_input_tokens_seen: float
     total_flos: float
     log_history: list[dict[str, Any]]
-    best_metric: Any
+    best_metric: OneNumber | None
     best_global_step: Count | None
     best_model_checkpoint: str | None
 
@@ -150,6 +155,9 @@ class _TrainerState(_SameOnAllRanks):
         super().__init__(trainer.state, private.STATE, key=_TRAINER_STATE)
         self._trainer = trainer
         self._progress = progress
+
+    def progress_in(self, state: Any) -> dict[str, tuple[Any, str]]:
+        return {"global_step": (state["global_step"], "step")} if "global_step" in state else {}
 
     def start_fresh(self) -> tuple[str, ...]:
         """Takes the counts of a run under another framework."""
@@ -173,6 +181,25 @@ class _TrainerState(_SameOnAllRanks):
             for line in state["log_history"]
         ]
         return state
+
+
+def known_components(trainer: Any) -> tuple[StateComponent, ...]:
+    """The components whose types are known before the Trainer has made their objects.
+
+    Args:
+        trainer: the ``transformers.Trainer``.
+    """
+    types: dict[str, type[Checked]] = {
+        f"{_CALLBACKS}/trainer": _Sums,
+        f"{_CALLBACKS}/attributes": UserState,
+        f"{_CALLBACKS}/settings": UserState,
+        Slot.LR_SCHEDULER.value: SchedulerState,
+    }
+    if not trainer.is_deepspeed_enabled:
+        types[Slot.OPTIMIZER.value] = OptimizerState
+    counts = _TrainerState(trainer, Progress)
+    others = (StateComponent(key, OfType(kind.schema)) for key, kind in types.items())
+    return (StateComponent(counts.key, counts), *others)
 
 
 def trainer_components(

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import product, zip_longest
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from resumekit.errors import IncompleteLoadError, ResumekitError, StateMismatchError
 from resumekit.serialization.sharding import FlatPart, fill, is_sharded, local_part
-from resumekit.state import ComponentState
+from resumekit.state import ComponentState, Rule
 
 # A renamed layer keeps most of its name; below this ratio of common characters it is another one.
 _LIKELY_RENAME = 0.5
@@ -26,6 +26,11 @@ _LIKELY_RENAME = 0.5
 _MOST_SEARCHED, _MOST_CANDIDATES = 8, 500
 
 NewTensor = Callable[[Tensor], Tensor]
+
+# The type of a metric's value.
+OneNumber = (
+    float | np.number | Annotated[Tensor, Rule("a tensor of one number", lambda t: t.numel() == 1)]
+)
 
 
 @dataclass(frozen=True)

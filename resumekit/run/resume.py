@@ -102,7 +102,7 @@ def _search(
     is_kept = options.async_save is not False
     buffer = LoadBuffer(world, run.in_flight.snapshot, is_kept=is_kept)
     common = (world, store, options, left_out, known, membership, origins, buffer)
-    finder = Finder(*common, run.components, copies)
+    finder = Finder(*common, (*run.checked, *run.components), copies)
     found = finder.find(up_to=None if up_to is None else up_to(store.run_id))
     if world.is_first:
         remove_memory(store.run_id)  # what was newer there is in the run directory now

@@ -168,6 +168,7 @@ class RunState:
         self.reporter = Reporter(options, self.world, owned)
         self.trace = Trace.from_environment(self.world.rank)
         self.is_driven = False  # a framework runs the loop
+        self.checked: Sequence[StateComponent] = ()  # see `Checkpointer.drive`
         self.journal = RunJournal(
             self.directory,
             raises=options.on_divergence == "raise",

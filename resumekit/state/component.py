@@ -274,6 +274,26 @@ class Checked(ComponentState):
         """
         check_schema(key, self.schema, state)
 
+    def progress_in(self, state: Any) -> Mapping[str, tuple[Any, str]]:
+        """What a state of the right type has of the run's progress, as the framework counts it.
+
+        Returns:
+            The path of each count in the state, its value, and the name of the same in ``Progress``
+            of the checkpoint; any other value there passes the checkpoint over.
+        """
+        return {}
+
+
+class OfType(Checked):
+    """Stands in for a state whose objects do not exist when its checkpoint is read.
+
+    Args:
+        schema: the type of its states.
+    """
+
+    def __init__(self, schema: Any) -> None:
+        self.schema = schema  # type: ignore[misc]  # of one state here
+
 
 class Renamed(ComponentState):
     """A state that has the names of a module's parameters, which may have other prefixes now."""

@@ -28,18 +28,20 @@ def check_contents(
     Raises:
         InvalidStateError: names the component and the field.
     """
-    checked = {each.key: each.stateful for each in components}
+    checked = {each.key: each.stateful for each in components if isinstance(each.stateful, Checked)}
     read = dict[str, Any]()
     for key, state in states:
-        stateful = checked.get(key)
-        if isinstance(stateful, Checked):
-            stateful.check_content(key, state)
+        if key in checked:
+            checked[key].check_content(key, state)
             read[key] = state
     progress = read.get(Slot.PROGRESS.value)
     if progress is not None:
         _check_progress(manifest, progress)
         is_alone = manifest.world_size == 1  # the progress is that of rank 0
         _check_positions(progress, read.get(Slot.DATA.value), is_alone=is_alone)
+        for key, state in read.items():
+            for path, (value, name) in checked[key].progress_in(state).items():
+                _require_equal(f"{key}: {path}", value, progress["progress"][name], "the progress")
     best = read.get(Slot.BEST_METRIC.value)
     if best and manifest.metric is not None:
         latest = {"name": best["name"], "mode": best["mode"], "value": _hex(best["latest"])}

@@ -145,7 +145,7 @@ REPLACEMENTS: dict[str, Any] = {
 
 def mutations(step: Path) -> Iterator[Mutation]:
     """Every mutation of every encoded value of a step directory."""
-    for file in sorted(step.glob("*/**/rank-?????.json")):
+    for file in sorted([*step.glob("*/**/rank-?????.json"), *step.glob("*/index.json")]):
         name, index = str(file.relative_to(step)), json.loads(file.read_bytes())
         tensors = list(index["tensors"])
         for key, state in index["states"].items():

@@ -5,76 +5,135 @@ from __future__ import annotations
 import logging
 import shutil
 import traceback
-from collections.abc import Callable
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, Protocol
 
-from crashlab.programs import NEWEST, Program, apart
+from crashlab.content import Mutation
+from resumekit import ResumeReport
 from resumekit.errors import ResumekitError
 
-UNTIL = 9
+NEWEST, OLDER = "step-00000003", "step-00000001"
 
 # The outcomes that the library promises never to have.
 PROGRAM_ERROR = "the program's own error"  # of its code, with a value of its own that any may be
 BROKEN = ("untyped error", "typed error after live objects had changed", "another run, no warning")
+
+# What decides which batch and which step come next: no other value of it may load.
+POSITIONS = ("progress.", "data.")
+# Parts of it that are states of generators and of the user's loaders: another state is legal.
+STATES = (".generators.", ".start.", ".before.", ".loader.", ".copied.", ".objects.", ".fetches.")
+
+
+class Launch(Protocol):
+    """One launch of a program: its live objects, and its training."""
+
+    @property
+    def report(self) -> ResumeReport | None:
+        """On the resume; None until all of it was loaded."""
+
+    def digest(self) -> str:
+        """Of every live object that a resume may change; found without the library."""
+
+    def run(self) -> Any:
+        """Resumes and trains; gives what the training has seen after the newest checkpoint."""
+
+    def abandon(self) -> None:
+        """An error has ended it."""
 
 
 class Judge:
     """Resumes one program from mutated copies of its run directory.
 
     Args:
-        kind: of the program.
-        pristine: its run directory.
+        make: a launch in a run directory, with other initial values than the run began with.
+        pristine: the run directory.
         scratch: an empty directory.
+        code: the name of the file that has the program.
+        positions: how the names of values begin that decide what comes next.
     """
 
-    def __init__(self, kind: str, pristine: Path, scratch: Path) -> None:
-        self._kind, self._pristine, self._copy = kind, pristine, scratch / "run"
-        outcome, self._expected = "", ""
+    def __init__(
+        self,
+        make: Callable[[Path], Launch],
+        pristine: Path,
+        scratch: Path,
+        *,
+        code: str = "programs.py",
+        positions: tuple[str, ...] = POSITIONS,
+    ) -> None:
+        self._make, self._pristine, self._code = make, pristine, code
+        self._folder, self._positions = scratch / "judged", positions
+        outcome, self.expected = "", ""
         outcome = self.outcome(lambda step: None)
         if outcome != "another run":
             raise AssertionError(f"the unchanged checkpoint: {outcome}")
-        self._expected = self._reached
+        self.expected = self._reached
+
+    def judged(self, chosen: Iterable[Mutation]) -> tuple[Counter[str], list[str]]:
+        """How often each outcome came, and the lines of those that must not."""
+        counts: Counter[str] = Counter()
+        wrong = []
+        for each in chosen:
+            outcome = self.outcome(each.apply)
+            counts[outcome.partition(":")[0]] += 1
+            if _is_broken(each, outcome) or self._is_silently_wrong(each, outcome):
+                wrong.append(f"{each}: {outcome}")
+        return counts, wrong
+
+    def _is_silently_wrong(self, mutation: Mutation, outcome: str) -> bool:
+        path = str(mutation)
+        decides = path.startswith(self._positions) and not any(each in path for each in STATES)
+        return decides and outcome == "another run"
 
     def outcome(self, mutate: Callable[[Path], None]) -> str:
         """In words; details follow after a colon."""
-        shutil.rmtree(self._copy, ignore_errors=True)
-        shutil.copytree(self._pristine, self._copy)
-        mutate(self._copy / NEWEST)
-        program = Program(self._kind, self._copy, seed=9)
-        before = program.digest()
+        copy = self._folder / "run"
+        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.copytree(self._pristine, copy)
+        mutate(copy / NEWEST)
+        launch = self._make(copy)
+        before = launch.digest()
         with _Warnings() as warnings:
             try:
-                report = program.checkpointer.resume()
-            except ResumekitError as error:
-                program.checkpointer._loop.abandon()
-                if program.digest() != before:
-                    return f"{BROKEN[1]}: {error}"
-                return f"refused: {error}"
+                seen = launch.run()
             except Exception as error:  # noqa: BLE001 - whatever comes is counted
-                program.checkpointer._loop.abandon()
-                return f"{BROKEN[0]}: {error!r}"
-            try:
-                variables = apart(partial(program.train, until=UNTIL))
-            except ResumekitError as error:
-                return f"refused at the first batch: {error}"
-            except Exception as error:  # noqa: BLE001 - the same
-                word = PROGRAM_ERROR if _is_of_program(error) else BROKEN[0]
-                return f"{word}: at a batch: {error!r}"
-        self._reached = f"{program.digest()} {variables}"
-        if self._reached == self._expected:
-            names = [each.reason for each in report.rejected]
-            return f"passed over: {names[0]}" if names else "equal"
-        if report.rejected:
-            return f"another run from the older checkpoint: {report.rejected[0].reason}"
+                launch.abandon()
+                return self._word_of(error, launch, before)
+        self._reached = f"{launch.digest()} {seen}"
+        assert launch.report is not None
+        rejected = launch.report.rejected
+        if self._reached == self.expected:
+            return f"passed over: {rejected[0].reason}" if rejected else "equal"
+        if rejected:
+            return f"another run from the older checkpoint: {rejected[0].reason}"
         return f"another run: {warnings.lines[0]}" if warnings.lines else "another run"
 
+    def _word_of(self, error: Exception, launch: Launch, before: str) -> str:
+        if isinstance(error, ResumekitError):
+            if launch.report is not None:
+                return f"refused at the first batch: {error}"
+            word = "refused" if launch.digest() == before else BROKEN[1]
+            return f"{word}: {error}"
+        if launch.report is None:
+            return f"{BROKEN[0]}: {error!r}"
+        word = PROGRAM_ERROR if self._is_of_program(error) else BROKEN[0]
+        return f"{word}: at a batch: {error!r}"
 
-def _is_of_program(error: Exception) -> bool:
-    """Whether the library was not asked for anything when it was raised."""
-    files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
-    inner = next(n for n, each in enumerate(reversed(files)) if each.name == "programs.py")
-    return not any("resumekit" in each.parts for each in files[len(files) - inner :])
+    def _is_of_program(self, error: Exception) -> bool:
+        """Whether the library was not asked for anything when it was raised."""
+        files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+        inner = next(n for n, each in enumerate(reversed(files)) if each.name == self._code)
+        return not any("resumekit" in each.parts for each in files[len(files) - inner :])
+
+
+def _is_broken(mutation: Mutation, outcome: str) -> bool:
+    word = outcome.partition(":")[0]
+    is_users = mutation.path[0] in ("extras", "variables") or "attributes" in mutation.path[0]
+    # Of Lightning: how the program has called self.log(), which must not change within an epoch.
+    is_users = is_users or ".meta." in str(mutation)
+    return word in BROKEN or (word == PROGRAM_ERROR and not is_users)
 
 
 class _Warnings(logging.Handler):

@@ -17,12 +17,13 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from resumekit import ResumeReport
 from resumekit.adapters.torch import Checkpointer
 from resumekit.serialization.digests import state_digest
 
 T = TypeVar("T")
 
-NEWEST, OLDER = "step-00000003", "step-00000001"
+UNTIL = 9  # batches of the run
 NUM_BATCHES = 4  # of an epoch
 NUM_EPOCHS = 3
 
@@ -169,6 +170,17 @@ class Program:
             randomness="keyed" if kind == "keyed" else "tape",
         )
 
+    report: ResumeReport | None = None
+
+    def run(self) -> dict[str, Any]:
+        """Resumes and trains; gives the variables of the loop."""
+        self.report = self.checkpointer.resume()
+        return apart(partial(self.train, until=UNTIL))
+
+    def abandon(self) -> None:
+        """An error has ended it."""
+        self.checkpointer._loop.abandon()
+
     def train(self, *, until: int | None = None) -> dict[str, Any]:
         """Trains, saving within accumulation windows; gives the variables of the loop."""
         smoothed, seen, meter = 0.0, [], Meter()
@@ -220,11 +232,12 @@ class Program:
             "scaler": self.scaler.state_dict(),
             "ema": self.ema.state_dict(),
             "extras": {**values, "meter": vars(self.extras["meter"])},
-            "random": (random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()),
+            "random": (np.random.get_state(legacy=False), torch.get_rng_state()),
             "noise": self.generators["noise"].get_state(),
             "numpy": self.generators["numpy"].bit_generator.state,
             "legacy": self.generators["legacy"].get_state(legacy=False),
-            "python": self.generators["python"].getstate(),
+            # As text: each of their 625 numbers would be digested by itself.
+            "python": repr((random.getstate(), self.generators["python"].getstate())),
         }
         return state_digest(states)
 
@@ -237,5 +250,5 @@ def apart(function: Callable[[], T]) -> T:
 
 def make_run(kind: str, directory: Path) -> Path:
     """A run directory with two checkpoints, both within an epoch and an accumulation window."""
-    apart(partial(Program(kind, directory).train, until=9))
+    apart(partial(Program(kind, directory).train, until=UNTIL))
     return directory
