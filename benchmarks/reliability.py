@@ -203,13 +203,12 @@ class Count(NamedTuple):
 def counts(results: Path) -> dict[str, Count]:
     """By name, each from the newest record that has it."""
     found: dict[str, Count] = {}
-    num_tests: dict[str, int] = {}
     failing = set[str]()
     for record in sorted(results.glob("*-full*.md"), key=_time_of):
-        for file, num, num_failed in _files(record):
+        has_whole_files = not re.search(" -k |::", record.read_text().partition("\n")[0])
+        for file, num_failed in _files(record):
             failing = failing | {file} if num_failed else failing - {file}
-            if num >= num_tests.get(file, 0):  # all of it: what it counts no more is gone
-                num_tests[file] = num
+            if has_whole_files:  # what a file counts no more is gone
                 found = {name: each for name, each in found.items() if each.file != file}
         found |= _counted(record)
     return {
@@ -231,11 +230,11 @@ def _rows(record: Path, num_cells: int) -> Iterator[list[str]]:
             yield cells
 
 
-def _files(record: Path) -> Iterator[tuple[str, int, int]]:
-    """Each file with its tests, and how many failed."""
+def _files(record: Path) -> Iterator[tuple[str, int]]:
+    """Each file, and how many of its tests failed."""
     for file, num_tests, num_failed, *_ in _rows(record, 5):
         if num_tests.isdigit():
-            yield file, int(num_tests), int(num_failed)
+            yield file, int(num_failed)
 
 
 def _counted(record: Path) -> dict[str, Count]:

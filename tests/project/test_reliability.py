@@ -54,10 +54,12 @@ def test_numbers_of_variants_add_up_and_the_newest_record_of_each_counts(tmp_pat
     part = f"{FILES}| b | 1 | 0 | 0 | 1 |\n{COUNTS}| {FAULT}, async | 5: of them 3 | b |\n"
     new = f"{FILES}| a | 2 | 0 | 0 | 1 |\n{COUNTS}| {FAULT}, sync | 4 | a |\n"
     new += f"| {FAULT}, sync | 1000 | a |\n"  # a sample of the cells, and all of them
-    for name, day, text in (("z", "01", old), ("y", "02", part), ("a", "03", new)):
+    cell = f"{FILES}| a | 1 | 0 | 0 | 1 |\n{COUNTS}| {FAULT}, torn | 20 | a |\n"
+    cells = ("z", "01", old), ("y", "02", part), ("a", "03", new), ("a -k torn", "04", cell)
+    for name, day, text in cells:
         file = tmp_path / f"2026-01-{day}-full-{name}.md"
         file.write_text(_record(name, f"2026-01-{day}", text))
-    assert _row(tmp_path).startswith(f"| {FAULT} | 1,005 | 1,005 | 0 |")
+    assert _row(tmp_path).startswith(f"| {FAULT} | 1,025 | 1,025 | 0 |")
 
 
 @pytest.mark.parametrize(
