@@ -10,6 +10,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import re
 import sys
 import sysconfig
 import tempfile
@@ -119,14 +120,23 @@ def full(session: nox.Session) -> None:
 
 
 def _record_full_run(report: Path, chosen: list[str], *, is_part: bool) -> int:
-    """Writes the figures of a run by file under ``benchmarks/results``; the number of failures."""
+    """Writes the figures of a run under ``benchmarks/results``; the number of failures.
+
+    One table has a row for each file. The other has what tests counted, from which
+    ``benchmarks/reliability.py`` makes a page; what a failed test counted is no figure.
+    """
     rows: dict[str, list[float]] = {}
+    counted = []
     for case in ElementTree.parse(report).iter("testcase"):
         tags = {child.tag for child in case}
         path = [part for part in case.get("classname", "").split(".") if part.islower()]
+        has_failed = bool(tags & {"failure", "error"})
         row = rows.setdefault("/".join(path), [0, 0, 0, 0])
+        for each in case.iter("property"):
+            value = "failed" if has_failed else each.get("value", "").replace("|", "/")
+            counted.append(f"| {each.get('name')} | {value} | {'/'.join(path)} |")
         row[0] += 1
-        row[1] += bool(tags & {"failure", "error"})
+        row[1] += has_failed
         row[2] += "skipped" in tags
         row[3] += float(case.get("time", "0"))
     sums = [sum(column) for column in zip(*rows.values(), strict=True)]
@@ -137,17 +147,31 @@ def _record_full_run(report: Path, chosen: list[str], *, is_part: bool) -> int:
     lines = [
         f"# nox -s full: {' '.join(chosen)}",
         "",
-        f"Python {platform.python_version()}, {versions}; {os.cpu_count()} cores.",
+        f"{datetime.datetime.now():%Y-%m-%d %H:%M}, Python {platform.python_version()}, "
+        f"{versions}; {os.cpu_count()} cores.",
         "",
         "| file | tests | failed | skipped | seconds |",
         "|---|---|---|---|---|",
     ]
     for name, (tests, failed, skipped, seconds) in (*sorted(rows.items()), ("all", sums)):
         lines.append(f"| {name} | {tests:.0f} | {failed:.0f} | {skipped:.0f} | {seconds:.0f} |")
-    of_part = f"-{'-'.join(Path(path).name for path in chosen)}" if is_part else ""
+    if counted:
+        lines += ["", "| counted | number | file |", "|---|---|---|", *sorted(counted)]
+    words = [Path(word).stem for word in chosen if not word.startswith("-n")]  # processes
+    of_part = f"-{'-'.join(re.findall('[a-z0-9_]+', ' '.join(words)))}" if is_part else ""
     file = RESULTS / f"{datetime.date.today()}-full{of_part}.md"
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return int(sums[1])
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """Trainings of five kinds, each killed 60 times at random; hours, by name only; recorded.
+
+    What the record of the day has is not run again: ``nox -s soak -- zero`` runs a part, and
+    ``nox -s soak -- --kills 20`` is shorter.
+    """
+    session.run(PYTHON, "benchmarks/soak.py", *session.posargs)
 
 
 @nox.session

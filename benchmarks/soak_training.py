@@ -1,4 +1,7 @@
-"""One training of the soak: ``python soak_training.py KIND DIRECTORY``, see ``soak.py``."""
+"""One training of the soak: ``python soak_training.py KIND DIRECTORY``, see ``soak.py``.
+
+Each rank writes a ledger of its own: before a step ends, its number and the samples of its batch.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,11 @@ from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
+from soak import EPOCHS
 from torch import nn
 from torch.distributed import get_rank, get_world_size
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-EPOCHS = 12
 BATCH_SIZE = 64
 ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
@@ -23,10 +26,17 @@ OPTIONS: dict[str, Any] = {"save_every": 5, "async_save": True, "on_full": "prun
 
 
 def digits() -> Dataset[Any]:
-    """Handwritten digits, as float pixels and labels."""
+    """Handwritten digits: float pixels, label, and the number of the sample."""
     found = load_digits()
     images = torch.tensor(found.images, dtype=torch.float32).flatten(1) / 16
-    return TensorDataset(images, torch.tensor(found.target))
+    return TensorDataset(images, torch.tensor(found.target), torch.arange(len(images)))
+
+
+def note(directory: Path, step: int, samples: torch.Tensor) -> None:
+    """Adds the batch of this step to the ledger, by one write."""
+    rank = os.environ.get("RANK", "0")
+    with (directory / f"ledger-{rank}.txt").open("a") as file:
+        file.write(f"{step}: {' '.join(map(str, samples.tolist()))}\n")
 
 
 def network() -> nn.Module:
@@ -51,7 +61,8 @@ def train_torch(directory: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     ckpt = Checkpointer(directory / "run", model=model, optimizer=optimizer, **OPTIONS)
     with ckpt:
-        for inputs, targets in ckpt.batches(loader, epochs=EPOCHS):
+        for inputs, targets, samples in ckpt.batches(loader, epochs=EPOCHS):
+            note(directory, ckpt.progress.step, samples)
             loss = nn.functional.cross_entropy(model(inputs), targets)
             optimizer.zero_grad()
             loss.backward()
@@ -86,7 +97,8 @@ def train_zero(directory: Path) -> None:
         },
     )
     with Checkpointer(engine, directory / "run", **OPTIONS) as ckpt:
-        for inputs, targets in ckpt.batches(loader, epochs=EPOCHS):
+        for inputs, targets, samples in ckpt.batches(loader, epochs=EPOCHS):
+            note(directory, ckpt.progress.step, samples)
             loss = nn.functional.cross_entropy(engine(inputs), targets)
             engine.backward(loss)
             engine.step()
@@ -106,7 +118,8 @@ def train_lightning(directory: Path) -> None:
             self.layers = network()
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            inputs, targets = batch
+            inputs, targets, samples = batch
+            note(directory, self.global_step, samples)
             return nn.functional.cross_entropy(self.layers(inputs), targets)
 
         def configure_optimizers(self) -> Any:
@@ -136,11 +149,15 @@ def train_trainer(directory: Path) -> None:
             super().__init__()
             self.layers = network()
 
-        def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        def forward(
+            self, inputs: torch.Tensor, labels: torch.Tensor, samples: torch.Tensor
+        ) -> dict[str, torch.Tensor]:
+            note(directory, trainer.state.global_step, samples)
             logits = self.layers(inputs)
             return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
     set_seed(0)
+    names = ("inputs", "labels", "samples")
     trainer = Trainer(
         Classifier(),
         TrainingArguments(
@@ -153,7 +170,7 @@ def train_trainer(directory: Path) -> None:
             use_cpu=True,
             disable_tqdm=True,
         ),
-        train_dataset=[{"inputs": each, "labels": label} for each, label in digits()],  # type: ignore[attr-defined]
+        train_dataset=[dict(zip(names, each, strict=True)) for each in digits()],  # type: ignore[attr-defined]
     )
     ResumeCallback(trainer, directory / "run", **OPTIONS)
     trainer.train()

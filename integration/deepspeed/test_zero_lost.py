@@ -131,7 +131,6 @@ def test_a_rank_killed_inside_a_save_loses_nothing(
         run = kit.run_again(kit.new_run(faulty))
         (killed_at,) = logged_calls(run, trial.rank)
         assert str(killed_at) == str(trial)  # it died where the uninterrupted run was saving
-        record_property(f"killed at stage {stage}", str(trial))
         print(f"killed at stage {stage}: {trial}")
         other = log_of(run, 1 - trial.rank)
         assert re.search(trial.lost_message, other.read_text()), f"{trial}: {other}"
@@ -147,6 +146,8 @@ def test_a_rank_killed_inside_a_save_loses_nothing(
         verdict = compare(whole.trace, run.trace, expect_resume=True)
         assert verdict.exact, f"{trial}: {verdict}"
         assert [resume.step for resume in verdict.resumes] == [newest.step], trial
+    killed = f"{num_trials}: {'; '.join(map(str, trials))}"
+    record_property(f"SIGKILL of one of two ranks in a save, ZeRO stage {stage}", killed)
 
 
 def test_a_step_that_latest_names_and_that_is_not_whole_is_seen(kit: Kit) -> None:

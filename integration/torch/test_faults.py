@@ -68,6 +68,10 @@ def _count(record_property: RecordProperty, what: str, number: object) -> None:
     print(f"{what}: {number}")
 
 
+def _summed(counts: Counter[str]) -> str:
+    return f"{counts.total()}: {dict(counts)}"
+
+
 def _finish(trials: Trials, trial: Trial, world_size: int = 1) -> None:
     """The same command again: it starts at the newest complete step and ends as if undisturbed."""
     newest = trial.newest_complete()
@@ -103,7 +107,7 @@ def test_a_kill_at_every_call_costs_at_most_the_save_under_way(
     assert newest == sorted(newest, key=str)  # a later kill never leaves less
     assert set(newest) == {StepName(3), StepName(6), StepName(7)}
     assert len(all_calls) > 80
-    _count(record_property, "kills, one at every call", len(all_calls))
+    _count(record_property, "SIGKILL at a call of a save, sync", len(all_calls))
 
 
 @pytest.mark.full
@@ -116,17 +120,19 @@ def test_a_kill_in_the_middle_of_every_write_costs_at_most_the_save_under_way(
         assert trial is not None
         _finish(trials, trial)
     assert len(writes) > 15
-    _count(record_property, "torn writes", len(writes))
+    _count(record_property, "SIGKILL within a write of a save", len(writes))
 
 
 @pytest.mark.full
 def test_a_kill_at_any_call_of_a_first_launch_leaves_a_directory_to_start_in(
-    trials: Trials,
+    trials: Trials, record_property: RecordProperty
 ) -> None:
-    for call in (*range(1, 16), 30, 40, 46, 48, 50):
+    calls = (*range(1, 16), 30, 40, 46, 48, 50)
+    for call in calls:
         trial = trials.fresh()
         assert trial.launch(failpoints=f"{call}=kill").was_killed
         _finish(trials, trial)
+    _count(record_property, "SIGKILL at a call of a first launch", len(calls))
 
 
 @pytest.mark.full
@@ -156,7 +162,8 @@ def test_an_error_at_every_call_is_reported_and_costs_at_most_the_save_under_way
         return how
 
     counts = Counter(map(fail, calls_of_a_save))
-    _count(record_property, f"errors at every call, {fault.format('n')}, {policy}", dict(counts))
+    how = f"{fault.format('n')}, sync, on_save_error={policy}"
+    _count(record_property, f"error at a call of a save, {how}", _summed(counts))
     assert counts["a failed save" if policy == "raise" else "a warning"] > 20
 
 
@@ -179,7 +186,8 @@ def test_an_error_at_every_read_proves_no_damage(
 
     succeeded = list(map(fail, range(1, 25)))
     assert not all(succeeded)
-    _count(record_property, f"errors of {call}", f"{len(succeeded)}, {sum(succeeded)} without harm")
+    number = f"{len(succeeded)}: {sum(succeeded)} without harm"
+    _count(record_property, f"I/O error of a read in a resume, {call}", number)
 
 
 def _reported(ended: Ended) -> str:
@@ -193,6 +201,8 @@ def _reported(ended: Ended) -> str:
 
 
 # ---------------------------------------------------------------- two ranks
+
+OF_ONE_RANK = "SIGKILL of one of two ranks in a save"
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +226,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory, server: ForkServer) -> Trial
     ],
 )
 def test_a_rank_that_is_killed_in_a_save_takes_no_checkpoint_with_it(
-    rank: int, call: str, newest: int, pairs: Trials
+    rank: int, call: str, newest: int, pairs: Trials, record_property: RecordProperty
 ) -> None:
     trial = pairs.new()
     ended = trial.launch(failpoints=f"{call}=kill", on_rank=rank, world_size=2)
@@ -224,6 +234,7 @@ def test_a_rank_that_is_killed_in_a_save_takes_no_checkpoint_with_it(
     assert ended.statuses[1 - rank] != 0  # the other one does not train on alone
     assert trial.newest_complete() == StepName(newest)
     _finish(pairs, trial, world_size=2)
+    _count(record_property, f"{OF_ONE_RANK}, sync, rank {rank} at {call}", 1)
 
 
 @pytest.mark.quick("1-write:1")
@@ -242,7 +253,7 @@ def test_a_rank_that_is_killed_in_a_save_takes_no_checkpoint_with_it(
     ],
 )
 def test_a_rank_that_is_killed_in_the_background_takes_no_checkpoint_with_it(
-    rank: int, call: str, pairs: Trials
+    rank: int, call: str, pairs: Trials, record_property: RecordProperty
 ) -> None:
     trial = pairs.new()
     ended = trial.launch(failpoints=f"{call}=kill", on_rank=rank, world_size=2, async_save=True)
@@ -250,6 +261,7 @@ def test_a_rank_that_is_killed_in_the_background_takes_no_checkpoint_with_it(
     assert ended.statuses[1 - rank] != 0
     assert trial.newest_complete() in (StepName(3), StepName(6))
     _finish(pairs, trial, world_size=2)
+    _count(record_property, f"{OF_ONE_RANK}, async, rank {rank} at {call}", 1)
 
 
 @pytest.mark.full
@@ -268,7 +280,7 @@ def test_a_kill_at_every_call_of_a_run_that_saves_in_the_background(
     newest = list(iter(map(kill, itertools.count(1)).__next__, None))
     assert set(newest) == {StepName(3), StepName(6), StepName(7)}
     assert len(newest) > 80
-    _count(record_property, "kills in the background, one at every call", len(newest))
+    _count(record_property, "SIGKILL at a call of a save, async", len(newest))
 
 
 @pytest.mark.full
@@ -291,9 +303,8 @@ def test_an_error_at_every_call_in_the_background_is_reported(
         return how
 
     counts = Counter(map(fail, calls_of_a_save))
-    _count(
-        record_property, f"errors in the background, {fault.format('n')}, {policy}", dict(counts)
-    )
+    how = f"{fault.format('n')}, async, on_save_error={policy}"
+    _count(record_property, f"error at a call of a save, {how}", _summed(counts))
     assert counts["a failed save" if policy == "raise" else "a warning"] > 20
 
 

@@ -88,7 +88,7 @@ def test_a_kill_at_every_call_costs_at_most_the_save_under_way(
         mounts.launch(failpoints=f"{call}=kill")
         newest.append(mounts.finish())
     assert newest == sorted(newest)
-    record_property("kills on the mount, one at every call", len(newest))
+    record_property("SIGKILL at a call of a save in place", len(newest))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_mount_that_stops_at_every_change_costs_at_most_the_save_under_way(
             break
     assert newest == sorted(newest)
     assert newest[-1] == StepName(7)
-    record_property("stops of the mount, one at every change", len(newest))
+    record_property("mount that stops at a change of a save in place", len(newest))
 
 
 def test_the_mount_may_stop_within_a_rename(trials: Trials) -> None:

@@ -76,4 +76,5 @@ def test_a_fault_in_a_large_save_costs_at_most_this_save(
         assert verdict.resumes[-1].step == newest.step
         assert list((trial.run / ".staging").iterdir()) == []
         trial.remove()
-    record_property(f"faults in saves of 96 MB, {fault.format('n')}", len(calls))
+    how = f"{fault.format('n')}, {'async' if is_async else 'sync'}, ranks {world_size}"
+    record_property(f"fault at a call of a save of 96 MB, {how}", len(calls))

@@ -137,7 +137,7 @@ def test_every_flipped_byte_is_found_and_the_file_named(
             flip(copy / path, position)
             num_flips += 1
     _read(copy, NEWEST)
-    record_property(f"flipped bytes found, {ranks} ranks", num_flips)
+    record_property(f"flipped byte of a checkpoint, ranks {ranks}", num_flips)
 
 
 def test_every_other_damage_is_found_and_the_file_named(
@@ -156,7 +156,7 @@ def test_every_other_damage_is_found_and_the_file_named(
                 assert damage.path in str(error.value), damage
             _read(copy, OLDER)
             num_damages += 1
-    record_property("damaged checkpoints found", num_damages)
+    record_property("damaged file of a checkpoint", num_damages)
     assert num_damages > 100
 
 
@@ -226,7 +226,7 @@ def test_a_resume_passes_over_the_damaged_checkpoint_and_says_so(
         assert (copy / NEWEST).exists() == is_foreign, damage
         assert put_aside == ([] if is_foreign else [NEWEST] * 2), damage
         num_damages += 1
-    record_property("resumes that passed over the damage", num_damages)
+    record_property("resume past a damaged checkpoint", num_damages)
 
 
 def test_a_resume_without_any_good_checkpoint_changes_nothing_live(
@@ -246,7 +246,7 @@ def test_a_resume_without_any_good_checkpoint_changes_nothing_live(
         with pytest.raises(NoUsableCheckpointError):
             resumed(copy)  # never afresh over what was put aside
         num_damages += 1
-    record_property("resumes refused, nothing live changed", num_damages)
+    record_property("resume without a good checkpoint", num_damages)
 
 
 def test_the_record_of_another_run_costs_no_checkpoint(
@@ -332,7 +332,7 @@ def test_files_that_no_manifest_lists_cost_no_checkpoint(
         assert len(ignored) == 1, extra
         assert extra.path.removeprefix(f"{NEWEST}/") in ignored[0]
         num_files += 1
-    record_property("files that no manifest lists, ignored", num_files)
+    record_property("file that no manifest lists", num_files)
 
 
 def test_a_listed_file_that_is_missing_is_damage_whatever_else_is_there(

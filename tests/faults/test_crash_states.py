@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -16,9 +17,14 @@ from crashlab.faulty_launches import (
     trained_on_after_failing_calls,
 )
 from crashlab.jobs import Job
-from crashlab.operations import FailedSync, Sync
+from crashlab.large_files import PATH
+from crashlab.mutants import dropping
+from crashlab.operations import Append, FailedSync, Sync
 from crashlab.recording import Recording
-from crashlab.scenarios import SCENARIOS, WITH_LINKS, Lab
+from crashlab.scenarios import SCENARIOS, WITH_LINKS, Lab, large_save
+from resumekit.storage.directories import StepName
+from resumekit.storage.files import FileWriter
+from resumekit.storage.io.file_system import LocalFileSystem
 
 # Two ranks have many more instants, so fewer states of each are enough.
 LIMITS = {
@@ -47,8 +53,7 @@ def test_no_crash_state_of_any_scenario_breaks_a_promise(
                 continue  # each rank links for itself; with two they take minutes
             job = scenario(Lab(world_size=world_size))
             explore(job, limit=limit, renames=renames, findings=findings)
-    record_property("unique crash states", findings.num_states)
-    record_property("violations in them", len(findings.violations))
+    record_property("power cut during a save", findings.num_states)
     assert not findings.violations, "\n".join(findings.violations[:5])
     assert findings.num_states >= num_expected
 
@@ -63,9 +68,58 @@ def test_no_crash_state_of_a_save_in_place_breaks_a_promise(
             if world_size == 1 or name not in WITH_LINKS:
                 job = scenario(Lab(world_size=world_size, is_in_place=True))
                 explore(job, limit=most, renames=Renames.ATOMIC, findings=findings)
-    record_property("unique crash states of saves in place", findings.num_states)
+    record_property("power cut during a save in place", findings.num_states)
     assert not findings.violations, "\n".join(findings.violations[:5])
     assert findings.num_states > 3_000
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_no_crash_state_of_a_save_above_64_mb_breaks_a_promise(
+    is_async: bool, monkeypatch: pytest.MonkeyPatch, record_property: RecordProperty
+) -> None:
+    monkeypatch.undo()  # chunks as large as in a real run
+    job = large_save(Lab(), is_async=is_async)
+    assert sum(len(call.data) for call in _direct_writes(job)) > 64 << 20
+    findings = explore(job, limit=6)
+    how = "async" if is_async else "sync"
+    record_property(f"power cut during a save above 64 MB, {how}", findings.num_states)
+    assert not findings.violations, "\n".join(findings.violations[:5])
+    assert findings.num_states > 100
+
+
+@pytest.mark.full
+def test_a_missing_sync_of_a_file_above_64_mb_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    label = "fsync .staging/step-N/optimizer/rank-N.safetensors"
+    job = large_save(Lab(wrap=dropping(label)), is_async=False)
+    assert explore(job, limit=6, enough=1).violations
+
+
+@pytest.mark.full
+def test_large_writes_are_recorded_as_the_system_calls_that_make_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    job = large_save(Lab(), is_async=False)
+    (number,) = {call.file for call in _direct_writes(job)}
+    recorded = [
+        len(call.data)
+        for call in job.recording.operations
+        if isinstance(call, Append) and call.file == number
+    ]
+    file_system = LocalFileSystem()
+    made: list[int] = []
+    with file_system.observed(made.append):
+        writer = FileWriter(file_system, tmp_path / "file", relative="file", writer=0)
+        writer.write([memoryview(job.attempted[StepName(2)][PATH])])
+        writer.finish()
+    assert made == recorded
+
+
+def _direct_writes(job: Job) -> list[Append]:
+    calls = [call for call in job.recording.operations if isinstance(call, Append)]
+    return [call for call in calls if call.call.startswith("direct write")]
 
 
 @pytest.mark.parametrize("num_recoveries", [pytest.param(6, marks=pytest.mark.full), 2])
@@ -82,7 +136,7 @@ def test_a_crash_during_the_recovery_from_a_crash_breaks_no_promise(
             loaded = again.load_newest()
             again.save(loaded.name.step + 1 if loaded.name else 1)
             explore(again, limit=3, findings=findings)
-    record_property("unique crash states of recoveries", findings.num_states)
+    record_property("power cut during a recovery", findings.num_states)
     assert not findings.violations, "\n".join(findings.violations[:5])
 
 
@@ -98,7 +152,8 @@ def test_a_power_cut_after_a_kill_and_a_relaunch_breaks_no_promise(
     while job := killed_and_relaunched(num_calls, keep_latest=keep_latest, is_full=is_full):
         explore(job, limit=3, findings=findings)
         num_calls += apart
-    record_property("unique crash states after kill and relaunch", findings.num_states)
+    name = f"keep_latest={keep_latest}{', full disk' if is_full else ''}"
+    record_property(f"power cut after a kill and a relaunch, {name}", findings.num_states)
     assert not findings.violations, "\n".join(findings.violations[:5])
 
 
@@ -114,8 +169,8 @@ def test_a_failed_fsync_is_never_tried_again_and_breaks_no_promise(
         later = [call.file for call in calls[failed:] if isinstance(call, Sync)]
         assert calls[failed].inode not in later, calls[failed].call  # type: ignore[attr-defined]
         explore(job, limit=4, findings=findings)
-    record_property("failed syncs", num_failed)
-    record_property("unique crash states after a failed sync", findings.num_states)
+    record_property("failed fsync", num_failed)
+    record_property("power cut after a failed fsync", findings.num_states)
     assert not findings.violations, "\n".join(findings.violations[:5])
     assert num_failed > 15
 
@@ -154,8 +209,10 @@ def test_a_disk_that_fails_during_background_saves_breaks_no_promise(
         if job is None:
             break
         explore(job, limit=3, findings=findings)
-    record_property("failing calls", number)
-    record_property("unique crash states after failing calls", findings.num_states)
+    how = f"{errno.errorcode[cause]}{' for good' if for_good else ''}"
+    name = f"{how}, ranks {world_size}, keep_latest={keep_latest}"
+    record_property(f"error at a call of a background save, {name}", len(range(0, number, apart)))
+    record_property(f"power cut after an error in a background save, {name}", findings.num_states)
     assert not findings.violations, "\n".join(findings.violations[:5])
     assert number > 100
 

@@ -87,7 +87,7 @@ def test_opening_verifying_and_reading_run_nothing(
             assert not events, where
             assert not (tmp_path / MARKER).exists(), where
             num_files += 1
-    record_property("hostile files read, none run", num_files)
+    record_property("hostile pickle in a checkpoint", num_files)
 
 
 @pytest.mark.parametrize("kinds", ["protocol 5, os.system", "torch zip, exec", "npy of objects, e"])

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import cast
 
+import xxhash
+
 from crashlab.disk import ROOT, DirectoryNode, Disk, FileNode
 from crashlab.operations import (
     Append,
@@ -66,13 +68,18 @@ class CrashState:
 
 @dataclass(frozen=True)
 class _Bytes:
-    """Bytes, and the same number of bytes without nonces and times."""
+    """Consecutive bytes, and the same number of bytes without nonces and times; never copied."""
 
-    data: bytes
-    canonical: bytes
+    data: tuple[memoryview, ...]
+    canonical: tuple[memoryview, ...]
+
+    @classmethod
+    def of(cls, data: bytes, canonical: bytes) -> _Bytes:
+        return cls((memoryview(data),), (memoryview(canonical),))
 
     def __getitem__(self, part: slice) -> _Bytes:
-        return _Bytes(self.data[part], self.canonical[part])
+        (data,), (canonical,) = self.data, self.canonical
+        return _Bytes((data[part],), (canonical[part],))
 
     def __add__(self, other: _Bytes) -> _Bytes:
         return _Bytes(self.data + other.data, self.canonical + other.canonical)
@@ -83,8 +90,8 @@ class _Content:
     """One thing that a file may hold after a crash."""
 
     label: str
-    data: bytes
-    canonical: bytes
+    data: tuple[memoryview, ...]
+    canonical: bytes  # their digest
 
 
 def cuts(operations: Sequence[Operation]) -> Iterator[frozenset[int]]:
@@ -152,7 +159,7 @@ class CrashModel:
             if isinstance(node, DirectoryNode)
         }
         self._base_contents = {
-            number: _content("whole", bytes(node.data), canonical(bytes(node.data)))
+            number: _content("whole", _Bytes.of(node.data, canonical(node.data)))
             for number, node in self._before.nodes.items()
             if isinstance(node, FileNode)
         }
@@ -207,18 +214,19 @@ class CrashModel:
             if isinstance(operation, Append):
                 appends.setdefault(operation.file, []).append(index)
             elif isinstance(operation, Link) and operation.is_new and not operation.is_directory:
-                contents[operation.child] = [_content("empty", b"", b"")]
+                contents[operation.child] = [_content("empty", _Bytes.of(b"", b""))]
+        former, self._variants = self._variants, {}
         for number, indices in appends.items():
             durable = tuple(index for index in indices if self._is_durable(index, done))
             key = (durable, tuple(indices[len(durable) :]))
-            if key not in self._variants:  # of most files they are those of the cut before
-                self._variants[key] = _variants(*map(self._joined, key))
-            contents[number] = self._variants[key]
+            # Of most files they are those of the cut before; older ones may be large.
+            variants = former.get(key) or _variants(*map(self._joined, key))
+            contents[number] = self._variants[key] = variants
         return contents
 
     def _joined(self, appends: Sequence[int]) -> _Bytes:
         data = b"".join(_data(self._operations[index]) for index in appends)
-        return _Bytes(data, b"".join(self._canonical_data[index] for index in appends))
+        return _Bytes.of(data, b"".join(self._canonical_data[index] for index in appends))
 
     def _directories(self, order: Sequence[int], lost: set[int]) -> dict[int, dict[str, int]]:
         directories = {number: dict(names) for number, names in self._base_directories.items()}
@@ -319,7 +327,7 @@ def _forget(names: dict[str, int], name: str, child: int) -> None:
 
 def _variants(durable: _Bytes, pending: _Bytes) -> list[_Content]:
     """What a file may hold whose last bytes were not fsynced: none of them first, all last."""
-    size = len(pending.data)
+    size = sum(map(len, pending.data))
     half = size // 2
     parts = {
         "lost": pending[:0],
@@ -333,15 +341,14 @@ def _variants(durable: _Bytes, pending: _Bytes) -> list[_Content]:
     }
     contents: dict[bytes, _Content] = {}
     for label, part in parts.items():
-        whole = durable + part
-        content = _content(label, whole.data, whole.canonical)
+        content = _content(label, durable + part)
         contents.pop(content.canonical, None)  # of two equals, the later one
         contents[content.canonical] = content
     return list(contents.values())
 
 
 def _zeros(size: int) -> _Bytes:
-    return _Bytes(bytes(size), bytes(size))
+    return _Bytes.of(bytes(size), bytes(size))
 
 
 def _data(operation: Operation) -> bytes:
@@ -349,16 +356,19 @@ def _data(operation: Operation) -> bytes:
     return operation.data
 
 
-def _content(label: str, data: bytes, canonical_data: bytes) -> _Content:
+def _content(label: str, content: _Bytes) -> _Content:
     # Only equality of the canonical bytes matters; a digest keeps the keys short.
-    return _Content(label, data, hashlib.blake2b(canonical_data, digest_size=12).digest())
+    digest = xxhash.xxh3_128()
+    for part in content.canonical:
+        digest.update(part)
+    return _Content(label, content.data, digest.digest())
 
 
 def _disk(directories: dict[int, dict[str, int]], contents: dict[int, _Content]) -> Disk:
     disk = Disk({})
     for number in sorted({*directories, *contents}):
         if number in contents:
-            disk.nodes[number] = FileNode(bytearray(contents[number].data))
+            disk.nodes[number] = FileNode(b"".join(contents[number].data))
         else:
             disk.nodes[number] = DirectoryNode(directories[number])
     return disk

@@ -13,9 +13,15 @@ ROOT = 0
 
 @dataclass
 class FileNode:
-    """An inode with bytes."""
+    """An inode with bytes, which copies of the disk share."""
 
-    data: bytearray = field(default_factory=bytearray)
+    data: bytes = b""
+
+    def flip(self, position: int, mask: int = 1) -> None:
+        """Changes bits of one byte."""
+        changed = bytearray(self.data)
+        changed[position] ^= mask
+        self.data = bytes(changed)
 
 
 @dataclass
@@ -98,7 +104,7 @@ class Disk:
         copied = Disk({})
         for number, node in self.nodes.items():
             if isinstance(node, FileNode):
-                copied.nodes[number] = FileNode(bytearray(node.data))
+                copied.nodes[number] = FileNode(node.data)
             else:
                 copied.nodes[number] = DirectoryNode(dict(node.entries))
         return copied
@@ -106,7 +112,7 @@ class Disk:
     def files(self) -> dict[str, bytes]:
         """The bytes of every reachable file by path."""
         return {
-            path: bytes(node.data)
+            path: node.data
             for path, number in self.walk()
             if isinstance(node := self.nodes[number], FileNode)
         }

@@ -82,6 +82,4 @@ def _content(version: int, rank: int) -> dict[str, bytes]:
     staging = store.stage(StepName(1), num_bytes=1, num_files=1, directories=["model"])
     entries = _files(FrozenFiles, version, rank).write(staging)
     disk = recording.disk
-    return {
-        entry.path: bytes(disk.file(disk.find(staging.path / entry.path)).data) for entry in entries
-    }
+    return {entry.path: disk.file(disk.find(staging.path / entry.path)).data for entry in entries}

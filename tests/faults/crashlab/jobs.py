@@ -9,6 +9,7 @@ from typing import Any
 
 from crashlab.frozen_tensors import FrozenTensors
 from crashlab.interruptions import CopiesOnRename
+from crashlab.large_files import LargeFile
 from crashlab.recording import RUN, Recording, RecordingFileSystem
 from resumekit.errors import CheckpointError, CorruptCheckpointError, SaveError
 from resumekit.storage.commit import Staging
@@ -107,7 +108,7 @@ class Job:
         store_class: the store in use; the mutant, if it is a store.
         parts_class: what rank 0 takes parts from; the mutant, if it is that.
         barriers: whether ranks wait for each other before the commit.
-        frozen: the frozen tensors of the model, if there are any.
+        frozen: the frozen tensors of the model, or a large file, if there are any.
         is_in_place: whether the disk renames a directory one file after the other.
     """
 
@@ -118,7 +119,7 @@ class Job:
     store_class: type[Store] = Store
     parts_class: type[Parts] = Parts
     barriers: bool = True
-    frozen: FrozenTensors | None = None
+    frozen: FrozenTensors | LargeFile | None = None
     is_in_place: bool = False
     promises: list[Promise] = field(default_factory=lambda: [Promise()])
     attempted: dict[StepName, Content] = field(default_factory=dict)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -20,6 +20,7 @@ from crashlab.operations import (
     SyncDirectory,
     Unlink,
 )
+from resumekit.storage.io.direct import _aligned_bytes
 from resumekit.storage.io.file_system import Entry, Free, ReadHandle
 
 RUN = Path("/data/runs/a")
@@ -74,10 +75,12 @@ class RecordingFileSystem:
 
     def write(self, handle: int, buffers: Sequence[memoryview]) -> None:
         number, path = self._open[handle]
-        data = b"".join(bytes(buffer) for buffer in buffers)
-        self._disk.file(number).data += data
-        call = f"write {path} {len(data)} bytes"
-        self._record(Append(*self._by(call), file=number, data=data))
+        node = self._disk.file(number)
+        for kind, parts in _system_calls(buffers, len(node.data)):
+            data = b"".join(parts)
+            node.data += data
+            call = f"{kind} {path} {len(data)} bytes"
+            self._record(Append(*self._by(call), file=number, data=data))
 
     def writeback(self, handle: int, offset: int, length: int) -> None:
         del handle, offset, length  # promises nothing, so a crash may lose it all the same
@@ -198,6 +201,21 @@ class RecordingFileSystem:
         if isinstance(node, FileNode):
             return Entry(name, "file", len(node.data))
         return Entry(name, "directory", 0)
+
+
+def _system_calls(
+    buffers: Sequence[memoryview], offset: int
+) -> Iterator[tuple[str, Sequence[memoryview]]]:
+    """The system calls by which ``LocalFileSystem`` appends these buffers, and their bytes."""
+    pending = [buffer for buffer in buffers if buffer.nbytes]
+    while pending:
+        first = pending[0]
+        num_direct = _aligned_bytes(first, offset)
+        yield ("direct write", [first[:num_direct]]) if num_direct else ("write", pending)
+        if not num_direct:
+            return
+        offset += num_direct
+        pending[:1] = [first[num_direct:]] if num_direct < first.nbytes else []
 
 
 def _error(number: int, path: Path) -> OSError:

@@ -23,6 +23,7 @@ from crashlab.disk import Disk
 from crashlab.frozen_tensors import FrozenTensors
 from crashlab.interruptions import RefusesLinks
 from crashlab.jobs import Job, Wrap
+from crashlab.large_files import LargeFile
 from crashlab.recording import RUN, Recording
 from resumekit.errors import SaveError
 from resumekit.run.saving.payloads import FrozenLinks
@@ -285,7 +286,7 @@ def nothing_but_damage(lab: Lab) -> Job:
 
 def _damage(job: Job, name: StepName) -> None:
     number = job.recording.disk.find(RUN / str(name) / "model/rank-00000.safetensors")
-    job.recording.disk.file(number).data[4321] ^= 1
+    job.recording.disk.file(number).flip(4321)
     job.promises[-1] = job.promises[-1].after_damage(name)
 
 
@@ -343,6 +344,18 @@ def links_are_refused(lab: Lab) -> Job:
     job = _with_frozen(refusing)
     for step in (3, 4, 5):
         job.save(step)
+    return job
+
+
+def large_save(lab: Lab, *, is_async: bool) -> Job:
+    """A save above 64 MB after a small one; too slow for the tests of every scenario."""
+    job = _relaunched(lab, 1)
+    job.frozen = LargeFile(is_image=is_async)
+    job.forget_calls()
+    if is_async:
+        save_in_background(job, 2)
+    else:
+        job.save(2)
     return job
 
 
