@@ -22,7 +22,7 @@ from resumekit.adapters.lightning._private import (
     strategies,
 )
 from resumekit.adapters.lightning.loader import loader_fidelity, under_rng_state
-from resumekit.capture.nested_state import OneNumber, paired, structure_mismatches
+from resumekit.capture.nested_state import OneNumber, Scalar, paired, structure_mismatches
 from resumekit.capture.rng import (
     GeneratorState,
     RngState,
@@ -74,9 +74,9 @@ _Meta = Annotated[dict[str, str | int | bool | None], Rule("settings of self.log
 
 
 class _Logged(TypedDict):
-    sums: dict[str, OneNumber]
-    begins_with: dict[str, OneNumber]
-    last: OneNumber | None
+    sums: dict[str, Scalar]
+    begins_with: dict[str, Scalar]
+    last: Scalar | None
     meta: _Meta | None
 
 

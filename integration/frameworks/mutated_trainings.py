@@ -223,9 +223,9 @@ class InAccelerate(Launch):
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         self.accelerator = accelerator = Accelerator(cpu=True, gradient_accumulation_steps=WINDOW)
-        loader, beside = (DataLoader(Samples(), BATCH_SIZE, shuffle=True) for _ in range(2))
+        loader, unused = (DataLoader(Samples(), BATCH_SIZE, shuffle=True) for _ in range(2))
         prepared: Any = accelerator.prepare(
-            self.model, self.optimizer, loader, beside, self.scheduler
+            self.model, self.optimizer, loader, unused, self.scheduler
         )
         self.prepared = prepared
         self.ours = AccelerateCheckpointer(accelerator, directory, **options)
@@ -362,7 +362,7 @@ class InLightning(Launch):
 
 
 class InDeepSpeed(Launch):
-    positions = ("callbacks/deepspeed.",)
+    # An engine may have stepped before the run, or less often than others: its counts are its own.
     stage = 1
 
     def build(self, directory: Path, options: dict[str, Any]) -> None:

@@ -27,10 +27,9 @@ _MOST_SEARCHED, _MOST_CANDIDATES = 8, 500
 
 NewTensor = Callable[[Tensor], Tensor]
 
-# The type of a metric's value.
-OneNumber = (
-    float | np.number | Annotated[Tensor, Rule("a tensor of one number", lambda t: t.numel() == 1)]
-)
+# The types of a metric's sum and of its value.
+Scalar = Annotated[Tensor, Rule("a tensor of one number", lambda value: value.numel() == 1)]
+OneNumber = float | np.number | Scalar
 
 
 @dataclass(frozen=True)

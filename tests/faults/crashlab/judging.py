@@ -98,10 +98,10 @@ class Judge:
         with _Warnings() as warnings:
             try:
                 seen = launch.run()
+                self._reached = f"{launch.digest()} {seen}"
             except Exception as error:  # noqa: BLE001 - whatever comes is counted
                 launch.abandon()
                 return self._word_of(error, launch, before)
-        self._reached = f"{launch.digest()} {seen}"
         assert launch.report is not None
         rejected = launch.report.rejected
         if self._reached == self.expected:
