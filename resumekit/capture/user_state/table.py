@@ -143,7 +143,7 @@ def _check_nodes(
 
 def _table_of(state: Mapping[str, Any]) -> tuple[Any, list[Any]]:
     if isinstance(state["nodes"], str):
-        return json.loads(state["nodes"] or "[]"), state["data"]
+        return json.loads(state["nodes"] or "[]"), state.get("data", [])
     data: list[Any] = []  # a former version kept the content in the nodes
     nodes = list[Any]()
     for node in state["nodes"]:
