@@ -99,7 +99,7 @@ def save_once(
         Payload.copy_into = lambda self, memory, **_: None  # type: ignore[method-assign]
 
     # No function of this script may call ``save``: a save reads the functions that are running.
-    def end_after_save(run: RunState, event: str, *_: Any) -> None:
+    def end_after_save(run: RunState, event: str, **_: Any) -> None:
         if event != "checkpoint" or run.counters.step != step:
             made.clear()
             return
