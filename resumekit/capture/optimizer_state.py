@@ -35,6 +35,9 @@ class _Moments:
                 yield Misfit(f"{path}.state.{fqn}".lstrip("."), describe(values), "a dict")
                 return
             for name, each in values.items():
+                if name == "step" and isinstance(each, Tensor) and each.numel() != 1:
+                    yield Misfit(f"{path}.state.{fqn}.step".lstrip("."), describe(each), "a number")
+                    return
                 kinds.setdefault(name, set()).add(_kind(each, parameters[fqn]))
         for fqn, values in found.items():
             where = f"{path}.state.{fqn}".lstrip(".")

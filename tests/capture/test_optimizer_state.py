@@ -514,3 +514,17 @@ def test_the_fingerprint_names_class_sizes_and_hyperparameters() -> None:
     group = found["param_groups"][0]
     assert (group["num_parameters"], group["lr"], group["weight_decay"]) == (4, 0.5, 0.1)
     assert "params" not in group
+
+
+# ---------------------------------------------------------------- content
+
+
+@pytest.mark.parametrize("step", [torch.zeros(5), torch.zeros(3, 2)], ids=["five", "of a weight"])
+def test_a_count_of_steps_that_is_several_numbers_is_refused(step: torch.Tensor) -> None:
+    state = adam_state()
+    content = state.state_dict()
+    state.check_content("optimizer", content)
+    for values in content["state"].values():
+        values["step"] = step
+    with pytest.raises(InvalidStateError, match=r"optimizer: state\.\S+\.step"):
+        state.check_content("optimizer", content)
