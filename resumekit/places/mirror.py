@@ -76,6 +76,22 @@ class Mirror:
             upload.offer(names[0], is_last=is_last)
 
 
+class _Limit:
+    """Keeps one copy to a bandwidth.
+
+    Args:
+        bytes_per_second: on average, since it was made.
+    """
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self._seconds_per_byte, self._next = 1 / bytes_per_second, time.monotonic()
+
+    def wait(self, num_bytes: int) -> None:
+        """Returns when so many bytes more may be sent."""
+        self._next += num_bytes * self._seconds_per_byte
+        time.sleep(max(self._next - time.monotonic(), 0))
+
+
 class Upload:
     """The copies to one place.
 
@@ -198,7 +214,8 @@ class Upload:
         """Whether the checkpoint needs no further attempt."""
         began = time.monotonic()
         try:
-            self._client.put(self._store.open_step(name), self._retention, lambda _: None)
+            limit = _Limit(self.place.bytes_per_second)
+            self._client.put(self._store.open_step(name), self._retention, limit.wait)
         except CheckpointError as error:
             logger.warning("%s is not mirrored to %s: %s", name, self.place, error)
             return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from resumekit.errors import ConfigurationError
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+)://|[a-z0-9]+::")
 _USER_INFO = re.compile(r"(?<=://)[^/?#\s]*@")
 _QUERY = re.compile(r"(?<=[^\s?])\?\S*")
+_BANDWIDTH = re.compile(r"([1-9]\d*(?:\.\d+)?) ?MB/s")
 _LOCAL = ("file", "local")
 _MEMORY = "memory"  # that of the node, and not a directory of this name
 _MIN_SECRET_CHARACTERS = 6
@@ -31,6 +33,7 @@ class Place:
             passed since the last one that was; None copies each. The last one of a launch is
             always copied. In memory None is as often as copies take 5% of the time at most.
         keep_latest: the number of newest checkpoints that stay there; None for that of the run.
+        max_bandwidth: of the copies, e.g. ``"20MB/s"``, at least 1 MB/s; None for no limit.
         storage_options: arguments for fsspec, e.g. ``{"profile": "training"}``. They are neither
             recorded nor shown.
 
@@ -42,6 +45,7 @@ class Place:
     _: KW_ONLY
     save_every: int | str | None = None
     keep_latest: int | None = None
+    max_bandwidth: str | None = None
     storage_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -58,8 +62,12 @@ class Place:
         if number is not None and (type(number) is not int or number < 1):
             expected = "a whole number of at least 1"
             raise ConfigurationError("Place(keep_latest)", found=repr(number), expected=expected)
-        if self.is_memory and (number is not None or self.storage_options):
-            found = "keep_latest" if number is not None else "storage_options"
+        if self.max_bandwidth is not None and not _BANDWIDTH.fullmatch(str(self.max_bandwidth)):
+            found, expected = repr(self.max_bandwidth), 'megabytes a second, e.g. "20MB/s"'
+            raise ConfigurationError("Place(max_bandwidth)", found=found, expected=expected)
+        others = ("keep_latest", "max_bandwidth", "storage_options")
+        if self.is_memory and any(getattr(self, name) for name in others):
+            found = ", ".join(name for name in others if getattr(self, name))
             raise ConfigurationError("Place('memory')", found=found, expected="save_every only")
 
     @property
@@ -82,6 +90,12 @@ class Place:
     def cadence(self) -> Cadence:
         """When a checkpoint is due to be copied."""
         return parse_cadence(self.save_every)
+
+    @property
+    def bytes_per_second(self) -> float:
+        """The limit of its bandwidth."""
+        match = _BANDWIDTH.fullmatch(self.max_bandwidth or "")
+        return float(match[1]) * 1e6 if match else math.inf
 
     def without_secrets(self, text: str) -> str:
         """A text, such as an error of a store, without credentials."""

@@ -430,6 +430,27 @@ def test_a_tool_that_repeats_a_run_in_a_scratch_directory_leaves_its_places_alon
     assert names_in(URL) == []
 
 
+def test_a_limit_of_the_bandwidth_holds_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept = list[float]()
+    monkeypatch.setattr(mirror.time, "monotonic", lambda: 100.0 + sum(slept))
+    monkeypatch.setattr(mirror.time, "sleep", slept.append)
+    limit = mirror._Limit(Place("/x", max_bandwidth="20MB/s").bytes_per_second)
+    for _ in range(10):
+        limit.wait(4_000_000)
+    assert sum(slept) == pytest.approx(2.0)
+    mirror._Limit(Place("/x").bytes_per_second).wait(10**12)
+    assert sum(slept) == pytest.approx(2.0)
+
+
+def test_the_limit_is_asked_for_every_byte_of_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(mirror._Limit, "wait", lambda self, num_bytes: seen.append(num_bytes))
+    train(tmp_path / "a", steps=2, mirror=tmp_path / "place")
+    assert sum(seen) >= sum(path.stat().st_size for path in tmp_path.glob("place/step-*/*/*"))
+
+
 # ---------------------------------------------------------------- what the user writes, and sees
 
 
@@ -451,7 +472,15 @@ def test_options_without_a_meaning_are_refused(options: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"save_every": "auto"}, {"save_every": 0}, {"keep_latest": 0}]
+    "arguments",
+    [
+        {"save_every": "auto"},
+        {"save_every": 0},
+        {"keep_latest": 0},
+        {"max_bandwidth": 20},
+        {"max_bandwidth": "0.1MB/s"},
+        {"max_bandwidth": "20Mbit/s"},
+    ],
 )
 def test_places_without_a_meaning_are_refused(arguments: Any) -> None:
     with pytest.raises(ConfigurationError):

@@ -222,11 +222,11 @@ BUDGET: dict[str, int] = {
     "distributed": 230,
     # 70: unlisted files, deletion by a live run, reads that are retried; 115: commits in place;
     # 40: deletions on a full disk, drafts that are removed after an error; 60: commits of copies;
-    # 60: pages of shared memory that are used again; 10: directories of an overlay that cannot be
+    # 60: pages of shared memory that are used again; 35: directories of an overlay that cannot be
     # renamed
-    "storage": 3_025,
+    "storage": 3_050,
     "serialization": 2_980,  # 10: how many parts an index may have
-    "places": 775,  # 75: memory
+    "places": 795,  # 75: memory; 20: a limit of the bandwidth
     "live": 1_080,
     "capture": 6_920,  # 300: the types of saved states; errors of objects' own loads
     "data": 4_310,  # 100: the types of saved positions
