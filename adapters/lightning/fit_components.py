@@ -16,7 +16,7 @@ from resumekit.adapters.lightning.loop_state import LoopState, in_epoch, keeps_g
 from resumekit.capture.ddp_buckets import buckets_of
 from resumekit.capture.gradients import gradient_states, require_gradients
 from resumekit.capture.model import by_class_and_ordinal, one_or_named
-from resumekit.capture.nested_state import OneNumber, require_loadable
+from resumekit.capture.nested_state import OneNumber
 from resumekit.capture.objects import ObjectState
 from resumekit.capture.slots import registered_components, state_components
 from resumekit.capture.user_state.attributes import Holder
@@ -45,7 +45,7 @@ def fit_components(trainer: Any, loops: LoopState, ema: Any) -> tuple[StateCompo
     return (
         *_trained(trainer, schedulers, ema),
         loops.component(),
-        StateComponent(_HOOKS, HookState(trainer), SharingPattern.PER_RANK),
+        StateComponent("callbacks/hooks", HookState(trainer), SharingPattern.PER_RANK),
         user.component(),
         *map(as_kept, registered_components([*stateful, *filter(None, [trainer.datamodule])])),
     )
@@ -77,7 +77,6 @@ def _trained(trainer: Any, schedulers: Any, ema: Any) -> tuple[StateComponent, .
 
 # ---------------------------------------------------------------- the state of callbacks
 
-_HOOKS = "callbacks/hooks"
 _PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")
 
 
@@ -121,15 +120,6 @@ class HookState(Checked):
         for owner, arguments in self._owners:
             owner.on_save_checkpoint(*arguments, checkpoint)
         return {"checkpoint": {key: v for key, v in checkpoint.items() if key != "state_dict"}}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> HookState:
-        made = copy.copy(self)
-        made._module = copy.deepcopy(self._module, memo)
-        made._owners = [(copy.deepcopy(each, memo), arguments) for each, arguments in self._owners]
-        return made
-
-    def check_state_dict(self, state: Any) -> None:
-        require_loadable(_HOOKS, self, state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         checkpoint = {"state_dict": self._module.state_dict(), **state["checkpoint"]}

@@ -114,23 +114,28 @@ class Judge:
         if isinstance(error, ResumekitError):
             if launch.report is not None:
                 return f"refused at the first batch: {error}"
-            word = "refused" if launch.digest() == before else BROKEN[1]
-            return f"{word}: {error}"
+            if launch.digest() == before:
+                return f"refused: {error}"
+            # The load of an object of the program raises, with a value that it has saved itself.
+            is_of_program = error.__cause__ is not None and self._is_of_program(error.__cause__)
+            return f"{PROGRAM_ERROR if is_of_program else BROKEN[1]}: {error}"
         if launch.report is None:
             return f"{BROKEN[0]}: {error!r}"
         word = PROGRAM_ERROR if self._is_of_program(error) else BROKEN[0]
         return f"{word}: at a batch: {error!r}"
 
-    def _is_of_program(self, error: Exception) -> bool:
+    def _is_of_program(self, error: BaseException) -> bool:
         """Whether the library was not asked for anything when it was raised."""
         files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
-        inner = next(n for n, each in enumerate(reversed(files)) if each.name == self._code)
+        named = (n for n, each in enumerate(reversed(files)) if each.name == self._code)
+        inner = next(named, len(files))
         return not any("resumekit" in each.parts for each in files[len(files) - inner :])
 
 
 def _is_broken(mutation: Mutation, outcome: str) -> bool:
     word = outcome.partition(":")[0]
-    is_users = mutation.path[0] in ("extras", "variables") or "attributes" in mutation.path[0]
+    users = ("extras", "variables", "callbacks/hooks")
+    is_users = mutation.path[0] in users or "attributes" in mutation.path[0]
     # Of Lightning: how the program has called self.log(), which must not change within an epoch.
     is_users = is_users or ".meta." in str(mutation)
     return word in BROKEN or (word == PROGRAM_ERROR and not is_users)
