@@ -17,6 +17,7 @@ far as it can, and the next save or attempt the rest.
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -143,13 +144,13 @@ def save_in_memory(run: RunState) -> None:
     Raises:
         ResumekitError: as ``save``, but for what befalls files and directories.
     """
-    memory, world = run.memory, run.world
+    memory, world, began = run.memory, run.world, time.monotonic()
     assert memory is not None
     draft = _prepare(run)
     payloads = _payloads(run)
     demands = world.gather(run.in_flight.demand(payloads))
     try:
-        store = memory.begin()
+        store = memory.open()
         world.on_first(lambda: memory.check_room(each.num_bytes for each in demands))
         name, staging = _stage(run, store, draft.step, demands, in_background=False)
         manifest, number = replace(draft, revision=name.revision), run.in_flight.next_number()
@@ -165,7 +166,7 @@ def save_in_memory(run: RunState) -> None:
     except (SaveError, DirectoryError) as error:
         memory.turn_off(error)
     else:
-        memory.end(draft.step)
+        memory.end(draft.step, time.monotonic() - began)
         run.trace_state("checkpoint")
 
 

@@ -7,7 +7,6 @@ so that memory is needed for two. Copies never end a training: without room they
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 
 from resumekit.cadence import Cadence
@@ -50,7 +49,6 @@ class MemoryCopies:
         self._store: Store | None = None
         self._files: SharedMemoryFileSystem | None = None
         self._step: int | None = None  # of the newest copy
-        self._began = 0.0
         self._size = 0  # of the largest copy
         self.is_off = False
 
@@ -67,21 +65,17 @@ class MemoryCopies:
 
     def is_due_by_clock(self) -> bool:
         """Whether this rank's clock says so; rank 0's counts."""
-        return not self.is_off and self._cadence.needs_agreement and self._cadence.is_due(0)
+        asks_clock = self._cadence.needs_agreement and self._world.is_first
+        return asks_clock and not self.is_off and self._cadence.is_due(0)
 
-    def begin(self) -> Store:
-        """The store for a copy, which begins now. Collective.
+    def open(self) -> Store:
+        """The store for a copy, which rank 0 creates and the others join. Collective.
 
         Raises:
             ResumekitError: there is no such memory, or a rank does not see it.
         """
-        self._began = time.monotonic()
-        if self._store is None:
-            self._store = self._opened()
-        return self._store
-
-    def _opened(self) -> Store:
-        """The store, which rank 0 creates and the others join. Collective."""
+        if self._store is not None:
+            return self._store
         world, run = self._world, self._run_store
         if not self._has_all_ranks:
             raise SaveError("the ranks", found="they are on several nodes")
@@ -90,6 +84,7 @@ class MemoryCopies:
         store, ids = Store(path, file_system=self._files), (run.run_id, run.attempt)
         world.on_first(lambda: store.acquire(run_id=ids[0], attempt=ids[1]))
         world.everywhere(lambda: None if world.is_first else store.join(*ids))
+        self._store = store
         return store
 
     def check_room(self, num_bytes: Iterable[int]) -> None:
@@ -117,9 +112,9 @@ class MemoryCopies:
         with save_errors(ROOT):
             self._files.remove_spare()
 
-    def end(self, step: int) -> None:
-        """The copy of this step is made."""
-        self._step, seconds = step, time.monotonic() - self._began
+    def end(self, step: int, seconds: float) -> None:
+        """The copy of this step is made, in so many seconds."""
+        self._step = step
         if self._is_measured:
             self._cadence.interval_seconds = seconds / _MAX_COST_SHARE
         self._cadence.restart()
