@@ -267,9 +267,9 @@ class FileWriter(AbstractContextManager["FileWriter"]):
         """
         with self._open_handle() as handle:
             self._wait()
-            unit = min(COPY_BYTES, pipeline.CHUNK_BYTES)
-            units = cut(buffers, self._size, unit)
             is_in_memory = isinstance(self._file_system, SharedMemoryFileSystem)
+            unit = min(FIRST_BYTES if is_in_memory else COPY_BYTES, pipeline.CHUNK_BYTES)
+            units = cut(buffers, self._size, unit)
             while first := list(islice(units, _first_bytes() // unit)):
                 num_bytes = sum(part.nbytes for parts in first for part in parts)
                 if num_bytes == _first_bytes() and not is_in_memory:
