@@ -136,7 +136,8 @@ class AdapterSuite(ConformanceSuite):
         verdict = kit.assert_exact(Cell(train_with_memory, given, world_size, kills))
         assert len(verdict.resumes) == len(kills)
         assert all(resume.num_repeated_steps <= 1 for resume in verdict.resumes)
-        record_property("SIGKILL with a place in memory", len(kills))
+        name = f"kills with a memory place, {type(self).__name__}, {world_size} ranks"
+        record_property(name, len(kills))
 
     @pytest.mark.full
     def test_a_component_left_out_is_caught_where_saves_are_in_the_background(
