@@ -81,6 +81,10 @@ class TestTorch(AdapterSuite):
         samples = 80 if options.get("loader") == "replacement" else NUM_SAMPLES
         return samples // BATCH_SIZE // world_size // int(options.get("accumulate", 1))
 
+    def test_without_a_place_in_memory_a_kill_costs_more_than_one_step(self, kit: Kit) -> None:
+        verdict = kit.assert_exact(self.cell((KillPoint.step(2 * self.save_every - 1),)))
+        assert [resume.num_repeated_steps for resume in verdict.resumes] == [self.save_every - 1]
+
     def test_every_way_to_train_continues_exactly(self, kit: Kit, trained: dict[str, Any]) -> None:
         options = {"optimizer": trained["optimizer"], **FEATURES[trained["feature"]]}
         kit.assert_exact(self.cell(trained["kill"], options, world_size=trained["world_size"]))
