@@ -33,6 +33,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Of processes that tests start: with several threads, a few in a hundred compute other bits.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     # The processes that tests start find the training functions as the tests do.
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     folders = [str(config.rootpath / folder) for folder in config.getini("pythonpath")]

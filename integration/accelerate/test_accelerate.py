@@ -352,7 +352,7 @@ class Launch:
 
     def __init__(self, script: str, directory: Path, **variables: str) -> None:
         command = [sys.executable, str(SCRIPTS / script), "--directory", str(directory)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         environment.update(ACCELERATE_USE_CPU="true", **variables)
         done = subprocess.run(
             [*command, "--epochs", "2"],

@@ -16,7 +16,7 @@ COMMAND = [sys.executable, TRAIN, "--epochs", "12"]
 
 
 def _resumekit(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, "-m", "resumekit.cli", *arguments],
         cwd=cwd,

@@ -639,7 +639,7 @@ class Launch:
 
     def __init__(self, script: str, directory: Path, **variables: str) -> None:
         command = [sys.executable, "-u", str(SCRIPTS / script), "--directory", str(directory)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
         done = subprocess.run(
             [*command, "--epochs", "2", "--stage", "0"],  # with ZeRO, torch's compiler is imported
             env=environment,

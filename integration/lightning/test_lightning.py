@@ -1107,7 +1107,7 @@ class Launch:
 
     def __init__(self, directory: Path, **variables: str) -> None:
         command = [sys.executable, str(SCRIPTS / "train_lightning.py"), "--epochs", "2"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
         done = subprocess.run(
             [*command, "--directory", str(directory)],
             env=environment,

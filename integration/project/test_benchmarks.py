@@ -41,7 +41,7 @@ UP_TO_1_10 = judging.Target(1.10)
 
 def _run(directory: Path, script: str, *arguments: str) -> str:
     command = [sys.executable, str(BENCHMARKS / script), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300
     )

@@ -64,7 +64,6 @@ def test_it_continues_exactly_with_the_trainers_own_saving_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     script = str(SCRIPTS / "train_transformers.py")
     command = [
