@@ -21,8 +21,13 @@ BATCH_SIZE = 64
 ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
-# What each kind saves with: in the background, and often.
-OPTIONS: dict[str, Any] = {"save_every": 5, "async_save": True, "on_full": "prune"}
+# What each kind saves with: in the background, often, and to memory between two saves.
+OPTIONS: dict[str, Any] = {
+    "save_every": 5,
+    "async_save": True,
+    "on_full": "prune",
+    "places": ["memory"],
+}
 
 
 def digits() -> Dataset[Any]:

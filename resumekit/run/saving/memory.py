@@ -96,9 +96,11 @@ class MemoryCopies:
         Raises:
             InsufficientSpaceError: there is not.
         """
-        size, available = sum(num_bytes), available_memory()
+        size = sum(num_bytes)
         growth, self._size = 2 * max(size - self._size, 0), max(size, self._size)
-        rooms = {str(ROOT): LocalFileSystem().free(ROOT).num_bytes}
+        if not growth:
+            return
+        rooms, available = {str(ROOT): LocalFileSystem().free(ROOT).num_bytes}, available_memory()
         if available is not None:
             rooms["memory"] = available - available // 10  # which stays free for the training
         for where, room in rooms.items():

@@ -29,6 +29,7 @@ from typing import Generic, TypeVar
 
 from resumekit.storage.io.direct import address_of, libc
 from resumekit.storage.io.file_system import FileSystem, LocalFileSystem, save_errors
+from resumekit.storage.io.shared_memory import SharedMemoryFileSystem
 
 ALIGNMENT = 2 << 20  # bytes of a huge page on x86-64, and on arm64 with 4 KiB pages
 MIN_HUGE_BYTES = 1 << 20  # smaller allocations come from memory that is in use again and again
@@ -418,7 +419,7 @@ class UnsyncedFiles(AbstractContextManager["UnsyncedFiles"]):
     No sync is repeated: after a failed one the file is closed.
 
     Args:
-        file_system: the file system. Others than the local one are called in order, one by one.
+        file_system: the file system. Others than a local disk are called in order, one by one.
     """
 
     def __init__(self, file_system: FileSystem) -> None:
@@ -440,7 +441,8 @@ class UnsyncedFiles(AbstractContextManager["UnsyncedFiles"]):
         files = [partial(self._sync_file, handle) for handle in self._files]
         calls = [*files, *(partial(self._sync_directory, path) for path in directories)]
         try:
-            if isinstance(self._file_system, LocalFileSystem):
+            is_local = isinstance(self._file_system, LocalFileSystem)
+            if is_local and not isinstance(self._file_system, SharedMemoryFileSystem):
                 make_at_once(calls)
             else:
                 for call in calls:
