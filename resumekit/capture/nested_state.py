@@ -313,7 +313,7 @@ def paired(saved: Any, live: Any, where: str = "") -> Iterator[tuple[str, Any, A
             if key in live:
                 yield from paired(item, live[key], f"{where}[{key!r}]")
     elif isinstance(saved, (list, tuple)) and isinstance(live, (list, tuple)):
-        if isinstance(saved, tuple) and len(saved) != len(live):
+        if tuple in (type(saved), type(live)) and len(saved) != len(live):
             yield where, saved, live
         for index, (item, partner) in enumerate(zip(saved, live, strict=False)):
             yield from paired(item, partner, f"{where}[{index}]")

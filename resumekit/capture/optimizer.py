@@ -378,7 +378,8 @@ def _may_be_set(then: Any, now: Any) -> bool:
     """Whether a hyperparameter may have a saved value: of the same kind, a flag also None."""
     if now is None or (then is None and isinstance(now, bool)):
         return True
-    if isinstance(then, tuple) and isinstance(now, tuple) and len(then) != len(now):
+    kinds = {type(then), type(now)}
+    if tuple in kinds and kinds <= {tuple, list} and len(then) != len(now):
         return False
     return is_same_sort(then, now) and isinstance(then, bool) == isinstance(now, bool)
 

@@ -462,6 +462,14 @@ def test_another_shape_or_dtype_is_refused_with_both(stored: Any) -> None:
     assert "float64 (3, 2)" in message
 
 
+def test_a_pair_of_numbers_may_be_a_list_and_not_an_empty_one(stored: Any) -> None:
+    saved = stored(adam_state().state_dict())
+    saved["param_groups"][0]["betas"] = [0.9, 0.999]
+    adam_state().check_state_dict(saved)
+    saved["param_groups"][0]["betas"] = []
+    assert "betas" in refused(adam_state(), saved)
+
+
 def test_another_division_into_groups_is_refused(stored: Any) -> None:
     def state_of(*groups: list[str]) -> OptimizerState:
         model = TwoLayers()
