@@ -38,8 +38,10 @@ def _open_place(place: Place) -> OpenPlace:
     return StoreCopies(place) if directory is None else DirectoryCopies(directory)
 
 
-def _open_memory(place: Place, run_id: str | None) -> list[PlaceClient]:
-    """The client for the copies of a run in memory, if there are any."""
+def _clients_of(place: Place, run_id: str | None) -> list[PlaceClient]:
+    """The client for a place; none for memory without copies of the run."""
+    if not place.is_memory:
+        return [open_client(place)]
     found = None if run_id is None else find_memory(run_id)
     return [] if found is None else [PlaceClient(place, lambda _: DirectoryCopies(found))]
 
@@ -55,13 +57,10 @@ def copies_by_name(urls: Sequence[str], store: Store) -> dict[StepName, list[str
         PlaceError: one does not answer.
     """
     found: dict[StepName, list[str]] = {}
-    for place in map(Place, urls):
-        is_memory = place.is_memory
-        clients = (
-            _open_memory(place, store.recorded_run_id()) if is_memory else [open_client(place)]
-        )
-        for name in (name for client in clients for name in client.names()):
-            found.setdefault(name, []).append(str(place))
+    run_id = store.recorded_run_id()
+    for client in (each for url in urls for each in _clients_of(Place(url), run_id)):
+        for name in client.names():
+            found.setdefault(name, []).append(str(client.place))
     return found
 
 
@@ -89,7 +88,7 @@ class Copies:
         """
         known = store.recorded_run_id() if self._clients or self._memory else None
         if self._memory is not None:
-            self._clients += _open_memory(self._memory, known)
+            self._clients += _clients_of(self._memory, known)
         run_ids = {client: self._look(client, store.directory) for client in self._clients}
         if known is None:
             self.require_answers()
