@@ -99,6 +99,7 @@ class OuterSource(Source):
         self.keyed = inner.keyed
         self._ahead: deque[_Fetched] = deque()
         self._to_fetch: deque[_Ahead] = deque()  # once more
+        self._resumed: dict[str, Any] = {}  # the position of the inner source before them
         self._differs = False  # fetched once more, it was another batch
         self._objects: ObjectsReadAhead | None = None
         self._is_first = True  # no batch of the epoch was fetched
@@ -140,7 +141,8 @@ class OuterSource(Source):
         """Nothing is fetched; what is ahead in a saved position is fetched again next."""
         self._ahead.clear()
         self._is_first = True
-        saved: Mapping[str, Any] = {"ahead": ()} if pending is None else pending
+        saved: Mapping[str, Any] = {"ahead": (), "inner": {}} if pending is None else pending
+        self._resumed = saved["inner"]
         values = saved.get("ahead_values", repeat({}))
         contents = saved.get("ahead_contents", repeat(""))
         self._to_fetch = deque(map(_Ahead, saved["ahead"], values, contents))
@@ -191,9 +193,13 @@ class OuterSource(Source):
     def _current_state(self) -> dict[str, Any]:
         inner, ahead = self._inner, [*map(self._as_saved, self._ahead), *self._to_fetch]
         values, contents = [each.values for each in ahead], [each.content for each in ahead]
+        if self._ahead:
+            position = inner.state_at(self._ahead[0].position)
+        else:  # the generators stand behind what is to be fetched
+            position = self._resumed if self._to_fetch else inner.state_dict()
         return {
             **self._state(),
-            "inner": inner.state_at(self._ahead[0].position) if self._ahead else inner.state_dict(),
+            "inner": position,
             "ahead": [each.random for each in ahead],
             **({"ahead_values": values} if any(values) else {}),
             **({"ahead_contents": contents} if any(contents) else {}),

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from resumekit.data.keyed import RunSeed
 from resumekit.data.position import DataPosition
 from resumekit.data.prefetching import PrefetchedLoader
+from resumekit.serialization.digests import state_digest
 
 
 class Stream(IterableDataset[int]):
@@ -82,3 +83,24 @@ def test_a_generator_removed_between_epochs_is_left_out(data: Any, workers: dict
     source = position.open(over(data, **workers), "train")
     source.begin(1)
     assert source.next_batch() is not None
+
+
+def test_before_its_first_batch_a_resumed_loader_is_at_the_saved_position() -> None:
+    """Accelerate asks for the last batch ahead: its sampler draws once more where it ends."""
+    prepare = pytest.importorskip("accelerate.data_loader").prepare_data_loader
+
+    def opened(state: Any = None) -> Any:
+        loader = over(TensorDataset(torch.arange(10)), shuffle=True)  # of two ranks one has less
+        prepared = prepare(loader, num_processes=2, process_index=0, put_on_device=False)
+        source = DataPosition().feed(prepared, "train")
+        if state is not None:
+            source.load_state_dict(state)
+        source.begin(0)
+        source.restore_generators()
+        return source
+
+    source = opened()
+    for _ in range(2):
+        source.next_batch()
+    state = source.state_dict()
+    assert state_digest(opened(state).state_dict()) == state_digest(state)
