@@ -356,6 +356,11 @@ _SORTS: tuple[Any, ...] = (
 )
 
 
+def is_too_large(value: Any) -> bool:
+    """Whether it is an integer that torch does not take."""
+    return type(value) is int and not -(2**63) <= value < 2**63
+
+
 def is_same_sort(value: Any, other: Any) -> bool:
     """Whether one may become the other as training goes: a number a tensor, a list a tuple."""
     sorts = [

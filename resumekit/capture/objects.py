@@ -21,6 +21,7 @@ from resumekit.capture.nested_state import (
     class_name,
     describe,
     fits,
+    is_too_large,
     live_load,
     refuse,
     require_class,
@@ -150,7 +151,8 @@ def _scale_mismatches(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Iter
     yield from structure_mismatches(saved, live)
     for name, value in live.items():
         is_number = isinstance(value, float) and isinstance(saved[name], (int, float))
-        if isinstance(value, int) and type(saved[name]) is not type(value):
+        is_integer = isinstance(value, int)
+        if is_integer and (type(saved[name]) is not type(value) or is_too_large(saved[name])):
             yield Mismatch.changed(name, describe(saved[name]), describe(value))
         elif is_number and not (math.isfinite(saved[name]) and saved[name] > 0):
             yield Mismatch(name, f"{saved[name]} in the checkpoint", "a positive number")

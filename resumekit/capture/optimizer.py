@@ -27,6 +27,7 @@ from resumekit.capture.nested_state import (
     entries_of,
     fits,
     is_same_sort,
+    is_too_large,
     merged_optimizers,
     paired,
     pairs_in,
@@ -376,6 +377,8 @@ def optimizer_mismatches(
 
 def _may_be_set(then: Any, now: Any) -> bool:
     """Whether a hyperparameter may have a saved value: of the same kind, a flag also None."""
+    if is_too_large(then):
+        return False
     if now is None or (then is None and isinstance(now, bool)):
         return True
     kinds = {type(then), type(now)}

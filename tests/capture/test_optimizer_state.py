@@ -470,6 +470,14 @@ def test_a_pair_of_numbers_may_be_a_list_and_not_an_empty_one(stored: Any) -> No
     assert "betas" in refused(adam_state(), saved)
 
 
+def test_an_integer_that_torch_does_not_take_is_refused(stored: Any) -> None:
+    saved = stored(adam_state().state_dict())
+    saved["param_groups"][0]["eps"] = 1
+    adam_state().check_state_dict(saved)
+    saved["param_groups"][0]["eps"] = 1 << 70
+    assert "eps" in refused(adam_state(), saved)
+
+
 def test_another_division_into_groups_is_refused(stored: Any) -> None:
     def state_of(*groups: list[str]) -> OptimizerState:
         model = TwoLayers()

@@ -82,6 +82,13 @@ def test_a_missing_value_is_refused(stored: Any) -> None:
         ScalerState(scaler()).check_state_dict(saved)
 
 
+def test_an_integer_that_torch_does_not_take_is_refused(stored: Any) -> None:
+    saved = stored(ScalerState(scaler()).state_dict())
+    saved["values"]["growth_interval"] = 1 << 70
+    with pytest.raises(StateMismatchError, match="grad_scaler: growth_interval"):
+        ScalerState(scaler()).check_state_dict(saved)
+
+
 @pytest.mark.parametrize("state", [None, {}, {"values": 3}])
 def test_what_is_no_scaler_state_is_refused(state: Any) -> None:
     with pytest.raises(InvalidStateError, match="grad_scaler"):
