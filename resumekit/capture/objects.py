@@ -150,12 +150,11 @@ def _scale_mismatches(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Iter
     """What the load of a scaler would take, and its next update would not."""
     yield from structure_mismatches(saved, live)
     for name, value in live.items():
-        is_number = isinstance(value, float) and isinstance(saved[name], (int, float))
-        is_integer = isinstance(value, int)
-        if is_integer and (type(saved[name]) is not type(value) or is_too_large(saved[name])):
-            yield Mismatch.changed(name, describe(saved[name]), describe(value))
-        elif is_number and not (math.isfinite(saved[name]) and saved[name] > 0):
-            yield Mismatch(name, f"{saved[name]} in the checkpoint", "a positive number")
+        then = saved[name]
+        if isinstance(value, int) and (type(then) is not type(value) or is_too_large(then)):
+            yield Mismatch.changed(name, describe(then), describe(value))
+        elif isinstance(value, float) and isinstance(then, (int, float)) and not 0 < then < math.inf:
+            yield Mismatch(name, f"{then} in the checkpoint", "a positive number")
 
 
 _ScalerState = TypedDict("_ScalerState", {"class": str, "values": dict[str, Any]})

@@ -377,13 +377,10 @@ def optimizer_mismatches(
 
 def _may_be_set(then: Any, now: Any) -> bool:
     """Whether a hyperparameter may have a saved value: of the same kind, a flag also None."""
-    if is_too_large(then):
+    if is_too_large(then) or {type(then), type(now)} <= {list, tuple}:  # of other lengths
         return False
     if now is None or (then is None and isinstance(now, bool)):
         return True
-    kinds = {type(then), type(now)}
-    if tuple in kinds and kinds <= {tuple, list} and len(then) != len(now):
-        return False
     return is_same_sort(then, now) and isinstance(then, bool) == isinstance(now, bool)
 
 
