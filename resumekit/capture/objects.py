@@ -153,7 +153,9 @@ def _scale_mismatches(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Iter
         then = saved[name]
         if isinstance(value, int) and (type(then) is not type(value) or is_too_large(then)):
             yield Mismatch.changed(name, describe(then), describe(value))
-        elif isinstance(value, float) and isinstance(then, (int, float)) and not 0 < then < math.inf:
+        elif (
+            isinstance(value, float) and isinstance(then, (int, float)) and not 0 < then < math.inf
+        ):
             yield Mismatch(name, f"{then} in the checkpoint", "a positive number")
 
 

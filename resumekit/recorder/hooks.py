@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from resumekit.record.conditions import initialize_vector_math
 from resumekit.recorder.launches import RecorderSettings
 from resumekit.recorder.recorder import TRAINER_VARIABLE, Recorder
 
@@ -44,6 +45,7 @@ def install(settings: RecorderSettings) -> None:
     """
     if os.environ.get(TRAINER_VARIABLE, str(os.getpid())) != str(os.getpid()):
         return
+    initialize_vector_math()  # a run that resumekit has resumed has done it, too
     recorder = _Process.recorder = Recorder(settings)
     register_optimizer_step_pre_hook(_only_eager(lambda it, *_: recorder.before_step(it)))
     register_optimizer_step_post_hook(_only_eager(lambda it, *_: recorder.after_step(it)))

@@ -23,7 +23,7 @@ from resumekit.distributed import DataRanks, World
 from resumekit.log import show_messages
 from resumekit.places.mirror import Mirror
 from resumekit.record.comparison import Comparison, replayed
-from resumekit.record.conditions import Header
+from resumekit.record.conditions import Header, initialize_vector_math
 from resumekit.record.journal import DIRECTORY, Record, find_attempts
 from resumekit.record.step_values import RandomStates
 from resumekit.record.trace import StateEvent, Trace, relocated
@@ -43,6 +43,8 @@ from resumekit.state import StateComponent, Validation
 from resumekit.storage.directories import StepName
 from resumekit.storage.manifest import Manifest
 from resumekit.storage.store import Store
+
+initialize_vector_math()  # as the script imports an adapter, before it computes anything
 
 # What a run's components may be given as: a list, or, where the objects do not exist yet when the
 # run begins, a function that gives it.
