@@ -108,7 +108,7 @@ class _OptionalRng(TypedDict, total=False):
 class _Rng(_OptionalRng):
     python: Annotated[dict[str, Any], _IS_STATE, Rule("of Python", lambda it: "words" in it)]
     numpy: Annotated[dict[str, Any], _IS_STATE, Rule("of NumPy", lambda it: "has_gauss" in it)]
-    torch: _TorchState
+    torch: Annotated[_TorchState, Rule("of torch on the CPU", lambda it: bool(_generator_of(it)))]
     cuda: list[_TorchState]
     generators: dict[str, GeneratorState]
 

@@ -159,6 +159,8 @@ def test_a_torch_state_of_another_size_is_refused(stored: Any) -> None:
     saved = stored(RngState().state_dict())
     saved["torch"] = saved["torch"][:16]
     assert "(16,)" in refused(RngState(), saved)
+    with pytest.raises(InvalidStateError, match="rng: torch"):
+        RngState().check_content("rng", saved)
 
 
 @pytest.mark.parametrize("state", [None, {}, {"python": 3}, {"python": {}, "numpy": {}}])
