@@ -19,13 +19,9 @@ from resumekit.errors import ConfigurationError, StateMismatchError
 from resumekit.run.resuming.finder import read_sharded_component
 from resumekit.serialization.index import arrange, header
 from resumekit.serialization.leaves import Leaf, element_type
-from resumekit.state import SharingPattern, Slot
+from resumekit.state import Slot
 from resumekit.storage.manifest import ComponentRecord, StepReader
 
-_ONE_FOR_THE_JOB = frozenset(
-    each.value
-    for each in (SharingPattern.GLOBAL, SharingPattern.REPLICATED, SharingPattern.SHARDED)
-)
 _LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
 _FLOATS = _LOW_PRECISION | {torch.float32, torch.float64}
 
@@ -122,7 +118,7 @@ def _record(step: StepReader, key: str | None) -> ComponentRecord:
             remedy="Pass --component with one of them" if records else None,
         )
     record = records[wanted]
-    if record.pattern not in _ONE_FOR_THE_JOB:
+    if not record.is_of_job:
         raise StateMismatchError(
             f"{step.name}: {wanted}",
             found=f"saved {record.pattern}: each has a state of its own",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from resumekit.errors import IncompleteLoadError, ResumekitError, StateMismatchError
 from resumekit.serialization.sharding import FlatPart, fill, is_sharded, local_part
-from resumekit.state import ComponentState, Rule
+from resumekit.state import ComponentState, Rule, Slot
 
 # A renamed layer keeps most of its name; below this ratio of common characters it is another one.
 _LIKELY_RENAME = 0.5
@@ -443,6 +443,13 @@ def merge_states(live: ComponentState | None, key: str, states: Sequence[Any]) -
         return states[0]
     result = None if live is None else live.merge_state_dicts(states)
     return union(key, states) if result is None else result
+
+
+def merge_stored(key: str, states: Sequence[Any]) -> Any:
+    """One state of those of all groups, where the live one is not known."""
+    if len(states) > 1 and key.partition("/")[0] == Slot.OPTIMIZER.value:
+        return merged_optimizers(key, states)
+    return merge_states(None, key, states)
 
 
 def union(where: str, states: Sequence[Any]) -> Any:

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from resumekit.capture.nested_state import merge_states, merged_optimizers
+from resumekit.capture.nested_state import merge_stored
 from resumekit.diff.result import (
     CheckpointDifference,
     ComparedCheckpoint,
@@ -25,7 +26,7 @@ from resumekit.errors import ConfigurationError
 from resumekit.serialization.digests import leaves_of, state_digest
 from resumekit.serialization.reading import StoredSource, StoredState, StoredTensor, open_state
 from resumekit.serialization.tensors import StatePath, UniqueNames
-from resumekit.state import CLOCK_SUFFIXES, SharingPattern, Slot, common_prefix_change
+from resumekit.state import CLOCK_SUFFIXES, Slot, common_prefix_change
 from resumekit.storage.manifest import ComponentRecord, StepReader
 
 _MAX_CHARACTERS = 40
@@ -97,11 +98,6 @@ def short_text(leaf: Any) -> str:
 
 # ---------------------------------------------------------------- components
 
-_OF_THE_JOB = frozenset(
-    each.value
-    for each in (SharingPattern.GLOBAL, SharingPattern.REPLICATED, SharingPattern.SHARDED)
-)
-
 # Of the component ``variables``: the lines and constants of the script, which are no state.
 _OF_SCRIPT = "script."
 _INDEX = re.compile(r"(\[\d+\])+$")
@@ -124,26 +120,18 @@ class Side:
     @property
     def writers(self) -> tuple[int, ...]:
         """The ranks that wrote a state each; 0 where there is one for the job."""
-        return (0,) if self._is_of_job else self.record.writers
+        return (0,) if self.record.is_of_job else self.record.writers
 
     def is_from_clock(self, name: str) -> bool:
         """Whether a leaf is a time in the log of a framework, which differs in equal runs."""
         is_of_framework = self.record.key in self.step.manifest.details.get("frameworks", {})
         return is_of_framework and _INDEX.sub("", name).endswith(CLOCK_SUFFIXES)
 
-    @property
-    def _is_of_job(self) -> bool:
-        return self.record.pattern in _OF_THE_JOB
-
     def _state(self, writer: int) -> StoredState:
-        source = StoredSource.of_record(self.step, self.record, None if self._is_of_job else writer)
-        return open_state(source, self._merge)
-
-    def _merge(self, states: list[Any]) -> Any:
-        key = self.record.key
-        if len(states) > 1 and key.partition("/")[0] == Slot.OPTIMIZER.value:
-            return merged_optimizers(key, states)
-        return merge_states(None, key, states)
+        source = StoredSource.of_record(
+            self.step, self.record, None if self.record.is_of_job else writer
+        )
+        return open_state(source, partial(merge_stored, self.record.key))
 
     def leaves(self, writers: Collection[int] = (0,)) -> Leaves:
         """The leaves of the states of these ranks by name; the rank comes first, if not 0."""

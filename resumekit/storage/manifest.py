@@ -66,6 +66,15 @@ class ComponentRecord:
     writers: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...] = ()
 
+    @property
+    def is_of_job(self) -> bool:
+        """Whether the job has one state of it, whichever ranks wrote that."""
+        return self.pattern in (
+            SharingPattern.GLOBAL,
+            SharingPattern.REPLICATED,
+            SharingPattern.SHARDED,
+        )
+
 
 @dataclass(frozen=True)
 class Manifest:
