@@ -16,6 +16,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from resumekit.capture.nested_state import merge_stored
+from resumekit.capture.optimizer import OptimizerState
 from resumekit.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -48,7 +50,7 @@ from resumekit.serialization.digests import leaves_of
 from resumekit.serialization.leaves import retyped
 from resumekit.serialization.reading import StoredSource, StoredTensor, open_state, read_boxes
 from resumekit.serialization.sharding import Box, Layout
-from resumekit.state import Slot
+from resumekit.state import Slot, check_schema
 from resumekit.storage.directories import StepName
 from resumekit.storage.manifest import StepReader
 from resumekit.storage.store import Store
@@ -69,13 +71,15 @@ class StorageReader(storage.StorageReader):
     ``model.<FQN>``, ``optimizer.state.<FQN>.exp_avg``, ``optimizer.param_groups.0.lr``. A named
     component, ``model/generator``, is nested: ``model.generator.<FQN>``.
 
-    A load changes no tensor on any rank before every rank has read and verified the blocks that it
-    needs. No unpickler gets bytes of the storage: a value that is no tensor is decoded from JSON,
-    and what a planner unpickles is the pickle that this process has made of it.
+    A load changes no tensor on any rank before every rank has read the blocks that it needs into
+    host memory and verified them. No unpickler gets bytes of the storage: a value that is no tensor
+    is decoded from JSON, and what a planner unpickles is the pickle that this process has made of
+    it. Keys that a planner does not ask for are logged; only the planner knows of keys that the
+    checkpoint lacks.
 
     Args:
-        path: a step directory, or a run directory. The newest usable checkpoint of a run directory
-            is chosen by the first rank of ``process_group`` for all of them.
+        path: a step directory, or a run directory. The first rank of ``process_group`` chooses the
+            newest checkpoint of a run directory that can be opened, for all ranks.
         prefixes: for a component, what its keys begin with instead of its name. ``{"model": ""}``
             is for the bare state dict of a model, ``{"model": "app.model"}`` for one that is in
             ``{"app": {"model": ...}}``.
@@ -161,7 +165,7 @@ class StorageReader(storage.StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Logs in one line which keys of the checkpoint no rank loads."""
         asked = {item.storage_index.fqn for plan in plans for item in plan.items}
-        asked = {self._values[key].alias_of or key for key in asked}
+        asked = {self._values[key].alias_of or key for key in asked & self._values.keys()}
         components: dict[str, list[_Value]] = {}
         for value in self._values.values():
             if value.is_counted:
@@ -183,7 +187,7 @@ class StorageReader(storage.StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copies what has been read to where the planner says.
+        """Copies what has been read to where the planner says; nothing is read any more.
 
         Raises:
             StateMismatchError: a tensor of this rank has another dtype or shape than the stored
@@ -384,6 +388,8 @@ class _Value:
 # Which parameters a group has, and not how they are trained.
 _MEMBERSHIP = ("params", "param_names")
 
+_MAX_FLAT_NAMES = 1 << 18  # of an optimizer; a short file could have any number
+
 # The slots that other programs have too, and the field of a state that they have of it.
 _SLOTS = {
     Slot.MODEL.value: None,
@@ -411,31 +417,39 @@ def _values_in(step: StepReader, prefixes: Mapping[str, str]) -> Iterator[_Value
         stored = open_state(StoredSource.of_record(step, record), partial(merge_stored, key))
         prefix = prefixes.get(key, key.replace("/", "."))
         above = tuple(prefix.split(".")) if prefix else ()
-        content, groups = _content(key.partition("/")[0], stored.state)
-        aliases = []
+        content, groups = _content(key, stored.state)
+        found = []
         for path, leaf in _flat(content):
-            value = stored.tensors.get(id(leaf), leaf)
-            found = _Value(key, (*above, *path), value)
-            if not found.is_tensor:
+            value = _Value(key, (*above, *path), stored.tensors.get(id(leaf), leaf))
+            if not value.is_tensor:
                 ids = [id(each) for _, each in leaves_of(leaf) if id(each) in stored.tensors]
-                found = replace(found, inside={each: stored.tensors[each] for each in ids})
-            yield found
-            if groups and path[0] == "param_groups" and path[2] != "params":
-                for fqn in groups[path[1]]["params"]:  # the names of flatten_optimizer_state_dict
-                    name = ".".join(map(str, ("param_groups", fqn, *path[2:])))
-                    aliases.append(replace(found, path=(*above, name), alias_of=found.key))
-        yield from aliases  # last: a parameter may be called as a group is
+                value = replace(value, inside={each: stored.tensors[each] for each in ids})
+            found.append(value)
+        yield from found
+        if groups:  # last: a parameter may be called as a group is
+            yield from islice(_flat_names(found, above, groups), _MAX_FLAT_NAMES)
 
 
-def _content(slot: str, state: Any) -> tuple[Mapping[str, Any], list[Any]]:
+def _content(key: str, state: Any) -> tuple[Mapping[str, Any], list[Any]]:
     """A state as other programs have it, and the param groups of an optimizer."""
     if not isinstance(state, Mapping):
         return {}, []
-    groups = state.get("param_groups")
-    if slot == Slot.OPTIMIZER.value and groups:
-        named = [{**group, "param_names": group["params"]} for group in groups]
-        return {"state": state["state"], "param_groups": named}, named
+    slot = key.partition("/")[0]
+    if slot == Slot.OPTIMIZER.value and "param_groups" in state:
+        check_schema(key, OptimizerState.schema, state)
+        groups = [{**group, "param_names": group["params"]} for group in state["param_groups"]]
+        return {"state": state["state"], "param_groups": groups}, groups
     return state.get(_SLOTS[slot], state), []
+
+
+def _flat_names(values: Sequence[_Value], above: _Path, groups: Any) -> Iterator[_Value]:
+    """The values of param groups once more, as ``flatten_optimizer_state_dict`` names them."""
+    for value in values:
+        kind, number, *rest = value.path[len(above) :]
+        if kind == "param_groups" and rest[0] != "params":
+            for fqn in groups[number]["params"]:
+                name = ".".join(map(str, (kind, fqn, *rest)))
+                yield replace(value, path=(*above, name), alias_of=value.key)
 
 
 def _flat(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:

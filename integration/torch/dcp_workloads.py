@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from sharded_workloads import Classifier, gathered, in_a_process_group, laid_out, make_optimizer
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan
@@ -44,6 +46,8 @@ def local_values(state: Any) -> dict[str, Any]:
     """Copies of the tensors of this rank."""
     if isinstance(state, dict):
         return {f"{k}.{n}": v for k, each in state.items() for n, v in local_values(each).items()}
+    if isinstance(state, ShardedTensor):  # of FSDP1
+        return {f"{n}": shard.tensor.clone() for n, shard in enumerate(state.local_shards())}
     value = state.to_local() if isinstance(state, DTensor) else state
     return {"": value.clone()} if isinstance(value, torch.Tensor) else {}
 
@@ -92,18 +96,24 @@ def load(directory: str, *, layout: str, optimizer: str = "adamw", is_late: bool
 
 
 @in_a_process_group
-def choose(directory: str, *, layout: str, others: str) -> None:
-    """Notes which checkpoint each rank reads, where the others see another directory.
+def choose(directory: str, *, layout: str, others: str, ranks: Sequence[int] = (0, 1)) -> None:
+    """Notes which checkpoint each rank of a group reads.
 
     Args:
-        directory: what rank 0 is given.
+        directory: what the first one is given.
         layout: has no meaning here.
-        others: what the others are given.
+        others: what the other one is given.
+        ranks: those of the group.
     """
-    rank = dist.get_rank()
-    reader = StorageReader(others if rank else directory)
-    try:
-        reader.set_up_storage_reader(reader.read_metadata(), rank == 0)
-        note(directory, {"step": reader.step_directory.name})
-    except ResumekitError as error:
-        note(directory, {"error": type(error).__name__})
+    rank, notes = dist.get_rank(), {}
+    group = dist.new_group(ranks)
+    if rank in ranks:
+        path = directory if rank == ranks[0] else others
+        is_default = len(ranks) == dist.get_world_size()
+        reader = StorageReader(path, process_group=None if is_default else group)
+        try:
+            reader.set_up_storage_reader(reader.read_metadata(), rank == ranks[0])
+            notes = {"step": reader.step_directory.name}
+        except ResumekitError as error:
+            notes = {"error": type(error).__name__}
+    note(directory, notes)

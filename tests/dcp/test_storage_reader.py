@@ -25,17 +25,22 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from resumekit.adapters.torch import Checkpointer
 from resumekit.dcp import StorageReader
 from resumekit.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    InvalidStateError,
     NoUsableCheckpointError,
     StateMismatchError,
 )
+from resumekit.serialization.writing import Payload
+from resumekit.storage.manifest import ComponentRecord, Manifest
+from resumekit.storage.store import Store
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
 
 class Network(nn.Module):
@@ -192,6 +197,14 @@ def test_a_program_loads_model_optimizer_scheduler_and_extras(run: Any) -> None:
     pair, number = state["extras"]["pair"]
     assert number == 3
     assert same_bits(pair, torch.ones(2))
+
+
+def test_a_program_without_a_model_loads_all_that_there_is(run: Any) -> None:
+    reader = StorageReader(run[0])
+    state = _load_state_dict_from_keys({"model", "optimizer.state"}, storage_reader=reader)
+    assert_equal(state["model"], run[1]["model"])
+    for name, values in run[1]["state"].items():
+        assert_equal(state["optimizer"]["state"][name], values)
 
 
 @pytest.mark.parametrize("prefix", ["", "app.net"])
@@ -380,6 +393,21 @@ def test_keys_that_collide_are_refused(run: Any) -> None:
     error = failure({}, StorageReader(run[0], prefixes={"lr_scheduler": "extras"}))
     assert isinstance(error, StateMismatchError)
     assert "extras.gamma: a key of both lr_scheduler and extras" in str(error)
+
+
+def test_a_state_that_no_optimizer_writes_is_refused(tmp_path: Path) -> None:
+    store = Store(tmp_path / "a")
+    store.acquire()
+    staging = store.stage(name := store.next_name(1), num_bytes=0, num_files=2, directories=["s"])
+    wrong = {"class": "torch.optim.SGD", "state": {}, "param_groups": [{"params": 3}]}
+    with staging.writing():
+        files = Payload.of_states("s", 0, {"optimizer": wrong}).write(staging)
+    record = ComponentRecord("optimizer", "global", "exact", "", "s", (0,))
+    created = "2026-01-31T12:00:00+00:00"
+    of_step: Any = (store.run_id, store.attempt, 1, created, 1, {}, (record,), tuple(files))
+    store.commit(staging, Manifest(*of_step))
+    store.release()
+    assert isinstance(failure({}, StorageReader(tmp_path / "a" / str(name))), InvalidStateError)
 
 
 def test_what_nobody_loads_is_logged_in_one_line(
