@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pipeline_workloads
 import torch
 from sharded_workloads import Classifier, gathered, in_a_process_group, laid_out, make_optimizer
 from torch import distributed as dist
@@ -17,7 +18,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
 from resumekit.dcp import StorageReader
@@ -117,3 +118,33 @@ def choose(directory: str, *, layout: str, others: str, ranks: Sequence[int] = (
         except ResumekitError as error:
             notes = {"error": type(error).__name__}
     note(directory, notes)
+
+
+@in_a_process_group
+def load_stages(directory: str, *, layout: str = "", num_stages: int, style: str = "alone") -> None:
+    """Loads the newest step into stages of a pipeline, with the flat form of the optimizer.
+
+    Args:
+        directory: the run directory.
+        layout: not used.
+        num_stages: of the model.
+        style: how the ranks of a stage share its batches.
+    """
+    pipeline = pipeline_workloads.Pipeline(num_stages, style)
+    model = pipeline.model
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(99)
+    optimizer = pipeline_workloads.make_optimizer(model, 0.5)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    model_state, optim_state = get_state_dict(model, optimizer, options=options)
+    state: dict[str, Any] = {"model": model_state, "optimizer": optim_state}
+    dcp.load(state, storage_reader=StorageReader(directory))
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=options,
+    )
+    note(directory, {"state": pipeline_workloads.gathered(model, optimizer)})

@@ -12,8 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pipeline_workloads
 import pytest
-from dcp_workloads import choose, load
+from dcp_workloads import choose, load, load_stages
 from preloads import TORCH
 from sharded_workloads import take_over
 
@@ -90,6 +91,30 @@ def test_any_layout_takes_the_bits_of_any_other(kit: Kit, writer: str) -> None:
 def test_groups_of_parameters_keep_their_settings(kit: Kit) -> None:
     run = written(kit, ("fsdp", 2), optimizer="groups")
     assert_loads(kit, run, (("fsdp", 3), ("plain", 1)), optimizer="groups")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("options", "num_ranks", "loaded"),
+    [
+        ({"style": "fsdp"}, 4, ((1, "alone", 1), (2, "alone", 2), (2, "fsdp", 4))),
+        ({"own_rates": True}, 2, ((2, "alone", 2),)),
+    ],
+    ids=("fsdp", "own rates"),
+)
+def test_stages_of_a_pipeline_are_loaded_into_others(
+    kit: Kit, options: dict[str, Any], num_ranks: int, loaded: Sequence[tuple[int, str, int]]
+) -> None:
+    options = {"num_stages": 2, "num_beyond": 0, **options}
+    cell = Cell(pipeline_workloads.take_over, options, num_ranks)
+    run = launched(kit, kit.new_run(cell), cell)
+    expected = json.loads((run.directory / "notes.jsonl").read_text())["state_saved"]
+    rates = {value for name, value in expected.items() if name.endswith(".lr")}
+    assert len(rates) == (3 if "own_rates" in options else 2)
+    for num_stages, style, ranks in loaded:
+        cell = Cell(load_stages, {"num_stages": num_stages, "style": style}, ranks)
+        run = launched(kit, run, cell)
+        assert [notes["state"] for notes in loads(run)[-1]] == [expected] * ranks, cell
 
 
 def test_damage_that_one_rank_sees_changes_no_tensor_on_any(kit: Kit) -> None:

@@ -260,6 +260,25 @@ def test_named_models_are_nested(tmp_path: Path) -> None:
         assert_equal(state["model"][name], dict(module.state_dict()))
 
 
+GOLDEN = Path(__file__).resolve().parents[2] / "integration" / "golden" / "checkpoints"
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.iterdir()))
+def test_checkpoints_of_every_adapter_and_of_former_formats_are_read(name: str) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    reader = StorageReader(GOLDEN / name)
+    state = _load_state_dict_from_keys(storage_reader=reader)
+    assert reader.step_directory is not None
+    files = sorted((reader.step_directory / "model").glob("*.safetensors"))
+    stored = [safetensors.load_file(file) for file in files]
+    names = {key for each in stored for key in each}
+    parts = {key: [each[key] for each in stored if key in each] for key in names}
+    expected = {k: torch.cat(each) if len(each) > 1 else each[0] for k, each in parts.items()}
+    assert len(expected) >= 1
+    assert_equal({key: state["model"][key] for key in names}, expected)
+    assert {"state", "param_groups"} <= state["optimizer"].keys()
+
+
 # ---------------------------------------------------------------- which checkpoint
 
 
