@@ -9,11 +9,14 @@ from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from crashlab.damage import files_of
 from crashlab.hostile import Watch, hostile_files, run_hostile
 from crashlab.training import NEWEST, make_run, resumed
 from resumekit.cli import main
+from resumekit.dcp import StorageReader
 from resumekit.errors import ResumekitError
 from resumekit.serialization.reading import read_payload
 from resumekit.storage.store import Store
@@ -105,3 +108,18 @@ def test_resume_and_the_commands_run_nothing(
             assert report.step == (2 if damaged else 4), where
             assert not events, where
             assert not (tmp_path / MARKER).exists(), where
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is unavailable")
+def test_a_load_by_dcp_runs_nothing(run: Path, watch: Watch, tmp_path: Path) -> None:
+    num_loaded = 0
+    with watch.over(tmp_path / MARKER) as events:
+        for where, copy in _poisoned(run, tmp_path, "protocol 5, os.system"):
+            for path in (copy, copy / NEWEST):
+                with suppress(CheckpointException):
+                    state = _load_state_dict_from_keys(storage_reader=StorageReader(path))
+                    assert {"model", "optimizer"} <= state.keys()
+                    num_loaded += 1
+            assert not events, where
+            assert not (tmp_path / MARKER).exists(), where
+    assert num_loaded >= len(UNLISTED)
