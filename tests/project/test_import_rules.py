@@ -229,8 +229,9 @@ BUDGET: dict[str, int] = {
     "serialization": 2_980,  # 10: how many parts an index may have
     "places": 795,  # 75: memory; 20: a limit of the bandwidth
     "live": 1_080,
-    # 300: the types of saved states; errors of objects' own loads; 5: integers too large for torch
-    "capture": 6_925,
+    # 300: the types of saved states; errors of objects' own loads; 5: integers too large for torch;
+    # 5: one state of those that groups of ranks wrote, which diff had
+    "capture": 6_930,
     "data": 4_310,  # 100: the types of saved positions
     "record": 1_450,
     # 120: the check of what states hold; 50: full disks; 80: places; 135: copies in memory
