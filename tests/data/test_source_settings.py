@@ -92,7 +92,7 @@ def test_before_its_first_batch_a_resumed_loader_is_at_the_saved_position() -> N
     def opened(state: Any = None) -> Any:
         loader = over(TensorDataset(torch.arange(10)), shuffle=True)  # of two ranks one has less
         prepared = prepare(loader, num_processes=2, process_index=0, put_on_device=False)
-        source = DataPosition().feed(prepared, "train")
+        source = DataPosition().open(prepared, "train")
         if state is not None:
             source.load_state_dict(state)
         source.begin(0)
