@@ -313,7 +313,7 @@ def paired(saved: Any, live: Any, where: str = "") -> Iterator[tuple[str, Any, A
             if key in live:
                 yield from paired(item, live[key], f"{where}[{key!r}]")
     elif isinstance(saved, (list, tuple)) and isinstance(live, (list, tuple)):
-        if tuple in (type(saved), type(live)) and len(saved) != len(live):
+        if len(saved) != len(live) and (isinstance(saved, tuple) or isinstance(live, tuple)):
             yield where, saved, live
         for index, (item, partner) in enumerate(zip(saved, live, strict=False)):
             yield from paired(item, partner, f"{where}[{index}]")

@@ -377,7 +377,8 @@ def optimizer_mismatches(
 
 def _may_be_set(then: Any, now: Any) -> bool:
     """Whether a hyperparameter may have a saved value: of the same kind, a flag also None."""
-    if is_too_large(then) or {type(then), type(now)} <= {list, tuple}:  # of other lengths
+    of_other_lengths = isinstance(then, (list, tuple)) and isinstance(now, (list, tuple))
+    if of_other_lengths or is_too_large(then):
         return False
     if now is None or (then is None and isinstance(now, bool)):
         return True
