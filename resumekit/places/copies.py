@@ -57,8 +57,9 @@ def copies_by_name(urls: Sequence[str], store: Store) -> dict[StepName, list[str
         PlaceError: one does not answer.
     """
     found: dict[StepName, list[str]] = {}
-    run_id = store.recorded_run_id()
-    for client in (each for url in urls for each in _clients_of(Place(url), run_id)):
+    places = [*map(Place, urls)]
+    run_id = store.recorded_run_id() if any(each.is_memory for each in places) else None
+    for client in (each for place in places for each in _clients_of(place, run_id)):
         for name in client.names():
             found.setdefault(name, []).append(str(client.place))
     return found
