@@ -466,7 +466,8 @@ def test_a_pair_of_numbers_may_be_a_list_and_not_an_empty_one(stored: Any) -> No
     saved = stored(adam_state().state_dict())
     saved["param_groups"][0]["betas"] = [0.9, 0.999]
     adam_state().check_state_dict(saved)
-    for other in ([], torch.Size(())):
+    others: list[Any] = [[], torch.Size(())]
+    for other in others:
         saved["param_groups"][0]["betas"] = other
         assert "betas" in refused(adam_state(), saved)
 
