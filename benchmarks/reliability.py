@@ -142,8 +142,8 @@ SECTIONS = (
             Fault(
                 "mutations of content",
                 survived="made with right checksums: a typed error before a live object changes, "
-                "the older checkpoint, or a value that is legal; never another step or batch in "
-                "silence",
+                "the older checkpoint, or it loads, and the program itself may raise at its next "
+                "batch; never another step or batch in silence",
             ),
             Fault("hypothesis inputs", survived="a typed error, or it loads"),
             Fault(

@@ -19,6 +19,8 @@ NEWEST, OLDER = "step-00000003", "step-00000001"
 
 # The outcomes that the library promises never to have.
 PROGRAM_ERROR = "the program's own error"  # of its code, with a value of its own that any may be
+AT_A_BATCH = ": at a batch: "  # after all was loaded
+USERS = ("extras", "variables", "callbacks/hooks")
 BROKEN = ("untyped error", "typed error after live objects had changed", "another run, no warning")
 
 # What decides which batch and which step come next: no other value of it may load.
@@ -81,15 +83,26 @@ class Judge:
         for each in chosen:
             outcome = self.outcome(each.apply)
             counts[outcome.partition(":")[0]] += 1
-            if _is_broken(each, outcome) or self._is_silently_wrong(each, outcome):
+            if self._is_broken(each, outcome) or self._is_silently_wrong(each, outcome):
                 wrong.append(f"{each}: {outcome}")
         gc.unfreeze()
         return counts, wrong
 
+    def _is_broken(self, mutation: Mutation, outcome: str) -> bool:
+        word = outcome.partition(":")[0]
+        # All of it has loaded, and the program has no use for a value of the right type.
+        loads = AT_A_BATCH in outcome and not self._decides(mutation)
+        is_users = mutation.path[0] in USERS or "attributes" in mutation.path[0]
+        # Of Lightning: how the program has called self.log(), which must not change in an epoch.
+        is_users = is_users or ".meta." in str(mutation)
+        return word in BROKEN or (word == PROGRAM_ERROR and not (loads or is_users))
+
     def _is_silently_wrong(self, mutation: Mutation, outcome: str) -> bool:
+        return self._decides(mutation) and outcome == "another run"
+
+    def _decides(self, mutation: Mutation) -> bool:
         path = str(mutation)
-        decides = path.startswith(self._positions) and not any(each in path for each in STATES)
-        return decides and outcome == "another run"
+        return path.startswith(self._positions) and not any(each in path for each in STATES)
 
     def outcome(self, mutate: Callable[[Path], None]) -> str:
         """In words; details follow after a colon."""
@@ -126,7 +139,7 @@ class Judge:
         if launch.report is None:
             return f"{BROKEN[0]}: {error!r}"
         word = PROGRAM_ERROR if self._is_of_program(error) else BROKEN[0]
-        return f"{word}: at a batch: {error!r}"
+        return f"{word}{AT_A_BATCH}{error!r}"
 
     def _is_of_program(self, error: BaseException) -> bool:
         """Whether the library was not asked for anything when it was raised."""
@@ -134,15 +147,6 @@ class Judge:
         named = (n for n, each in enumerate(reversed(files)) if each.name == self._code)
         inner = next(named, len(files))
         return not any("resumekit" in each.parts for each in files[len(files) - inner :])
-
-
-def _is_broken(mutation: Mutation, outcome: str) -> bool:
-    word = outcome.partition(":")[0]
-    users = ("extras", "variables", "callbacks/hooks")
-    is_users = mutation.path[0] in users or "attributes" in mutation.path[0]
-    # Of Lightning: how the program has called self.log(), which must not change within an epoch.
-    is_users = is_users or ".meta." in str(mutation)
-    return word in BROKEN or (word == PROGRAM_ERROR and not is_users)
 
 
 class _Warnings(logging.Handler):
