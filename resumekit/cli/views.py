@@ -17,7 +17,6 @@ from resumekit.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    NoUsableCheckpointError,
 )
 from resumekit.fork import fork_checkpoint
 from resumekit.log import show_messages
@@ -257,19 +256,11 @@ def reader_at(path: Path, step: str | None = None) -> StepReader:
     name = StepName.parse(path.resolve().name)
     if name is not None:
         return Store(path.resolve().parent).open_step(name)
-    store, rejected = Store(path), list[CheckpointError]()
-    for newest in names_of(store, step):
-        try:
-            reader = store.open_step(newest)
-        except CheckpointNotFoundError:
-            raise
-        except CheckpointError as error:
-            rejected.append(error)
-        else:
-            for reason in rejected:
-                print_line(f"passed over: {reason}", to_stderr=True)
-            return reader
-    raise NoUsableCheckpointError(str(path), found="; ".join(map(str, rejected)))
+    store = Store(path)
+    reader, rejected = store.open_newest(names_of(store, step))
+    for reason in rejected:
+        print_line(f"passed over: {reason}", to_stderr=True)
+    return reader
 
 
 _Row: TypeAlias = tuple[StepName, Manifest | None, str]

@@ -31,10 +31,12 @@ from pathlib import Path
 
 from resumekit.errors import (
     CheckpointError,
+    CheckpointNotFoundError,
     ConfigurationError,
     CorruptCheckpointError,
     DirectoryInUseError,
     ForeignCheckpointError,
+    NoUsableCheckpointError,
     SaveError,
     SharedDirectoryError,
 )
@@ -281,6 +283,32 @@ class Store:
         if self._record is not None and reader.manifest.run_id != self._record.run_id:
             raise self._foreign(reader.manifest)
         return reader
+
+    def open_newest(
+        self, names: Sequence[StepName] | None = None
+    ) -> tuple[StepReader, list[CheckpointError]]:
+        """The newest checkpoint that can be opened, and why newer ones cannot.
+
+        Args:
+            names: of those to try, newest first; all by default.
+
+        Raises:
+            CheckpointNotFoundError: there is none, or a live run deletes one meanwhile.
+            DirectoryError: the run directory cannot be listed.
+            NoUsableCheckpointError: there are some, and none can be opened.
+        """
+        rejected: list[CheckpointError] = []
+        for name in self.step_names() if names is None else names:
+            try:
+                return self.open_step(name), rejected
+            except CheckpointNotFoundError:  # an older one that is left may be much older
+                raise
+            except CheckpointError as error:
+                rejected.append(error)
+        if rejected:
+            found = "; ".join(map(str, rejected))
+            raise NoUsableCheckpointError(str(self.directory), found=found)
+        raise CheckpointNotFoundError(str(self.directory), found="no checkpoint")
 
     def _foreign(self, manifest: Manifest) -> ForeignCheckpointError:
         return ForeignCheckpointError(

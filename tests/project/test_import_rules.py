@@ -224,8 +224,9 @@ BUDGET: dict[str, int] = {
     # 70: unlisted files, deletion by a live run, reads that are retried; 115: commits in place;
     # 40: deletions on a full disk, drafts that are removed after an error; 60: commits of copies;
     # 60: pages of shared memory that are used again; 35: directories of an overlay that cannot be
-    # renamed; 5: which states the job has once
-    "storage": 3_055,
+    # renamed; 5: which states the job has once; 20: the newest checkpoint that can be opened, which
+    # the commands and the reader of DCP had
+    "storage": 3_075,
     "serialization": 2_980,  # 10: how many parts an index may have
     "places": 795,  # 75: memory; 20: a limit of the bandwidth
     "live": 1_080,

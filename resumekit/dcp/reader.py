@@ -1,22 +1,11 @@
-"""Checkpoints of resumekit for programs that use ``torch.distributed.checkpoint``.
-
-::
-
-    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(...)}
-    dcp.load(state, storage_reader=StorageReader("runs/a"))
-
-Any step that any adapter wrote loads into any layout, with the planner of the caller.
-"""
+"""Reads checkpoints of resumekit for ``torch.distributed.checkpoint.load``."""
 
 from __future__ import annotations
 
 import copy
 import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import islice
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,42 +13,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import storage
-from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from resumekit.capture.nested_state import merge_stored
-from resumekit.capture.optimizer import OptimizerState
-from resumekit.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    NoUsableCheckpointError,
-    ResumekitError,
-    StateMismatchError,
-)
+from resumekit.dcp.keys import StoredValue, values_in
+from resumekit.errors import ResumekitError, StateMismatchError
 from resumekit.log import logger
-from resumekit.serialization.digests import leaves_of
 from resumekit.serialization.leaves import retyped
-from resumekit.serialization.reading import StoredSource, StoredTensor, open_state, read_boxes
+from resumekit.serialization.reading import StoredTensor, read_boxes
 from resumekit.serialization.sharding import Box, Layout
-from resumekit.state import Slot, check_schema
 from resumekit.storage.directories import StepName
 from resumekit.storage.manifest import StepReader
 from resumekit.storage.store import Store
 
-__all__ = ["StorageReader"]
-
 _NUM_NAMED = 3
 
-_Path = tuple[Any, ...]  # of strings and integers
 _Part = tuple[StoredTensor, Box]  # a box of a stored tensor
 _Boxes = dict[tuple[str, MetadataIndex], Box]  # by key and local tensor, the box that it takes
 
@@ -102,7 +71,7 @@ class StorageReader(storage.StorageReader):
         self._path = Path(path)
         self._prefixes = dict(prefixes or {})
         self._group = process_group
-        self._values: dict[str, _Value] = {}
+        self._values: dict[str, StoredValue] = {}
         self._read: dict[_Part, Tensor] = {}
 
     @classmethod
@@ -127,7 +96,7 @@ class StorageReader(storage.StorageReader):
         self._values, self._read = {}, {}
         try:
             step = self._open()
-            for value in _values_in(step, self._prefixes):
+            for value in values_in(step, self._prefixes):
                 other = self._values.setdefault(value.key, value)
                 if other is not value and value.alias_of is None:
                     raise StateMismatchError(
@@ -166,7 +135,7 @@ class StorageReader(storage.StorageReader):
         """Logs in one line which keys of the checkpoint no rank loads."""
         asked = {item.storage_index.fqn for plan in plans for item in plan.items}
         asked = {self._values[key].alias_of or key for key in asked & self._values.keys()}
-        components: dict[str, list[_Value]] = {}
+        components: dict[str, list[StoredValue]] = {}
         for value in self._values.values():
             if value.is_counted:
                 components.setdefault(value.component, []).append(value)
@@ -223,11 +192,11 @@ class StorageReader(storage.StorageReader):
         if name is not None:
             return Store(directory.parent).open_step(name)
         if not (dist.is_available() and dist.is_initialized()):
-            return _newest(directory)
+            return self._newest(directory)
         chosen: list[Any] = [None]
         if dist.get_rank(self._group) == 0:
             try:
-                chosen = [_newest(directory).name]
+                chosen = [self._newest(directory).name]
             except ResumekitError as error:
                 chosen = [error]
         first = 0 if self._group is None else dist.get_global_rank(self._group, 0)
@@ -236,7 +205,13 @@ class StorageReader(storage.StorageReader):
             raise chosen[0]
         return Store(directory).open_step(chosen[0])
 
-    def _value(self, item: ReadItem) -> _Value:
+    def _newest(self, directory: Path) -> StepReader:
+        step, rejected = Store(directory).open_newest()
+        for reason in rejected:
+            logger.warning("passed over: %s", reason)
+        return step
+
+    def _value(self, item: ReadItem) -> StoredValue:
         key = item.storage_index.fqn
         value = self._values.get(key)
         if value is None:
@@ -331,170 +306,3 @@ def _tiled(key: str, boxes: Sequence[Box], shape: Sequence[int]) -> Box:
             expected=f"parts of {tuple(shape)} without a gap or an overlap, for each local tensor",
         )
     return whole
-
-
-# ---------------------------------------------------------------- the keys of a checkpoint
-
-
-@dataclass(frozen=True)
-class _Value:
-    """What the checkpoint has under a key.
-
-    Args:
-        component: the key of its component.
-        path: in a nested state dict.
-        content: a StoredTensor, a tensor with its values, or anything else.
-        inside: of anything else, the stored tensors in it, by the id of what stands for each.
-        alias_of: the key with the same content, if this is another name for it.
-    """
-
-    component: str
-    path: _Path
-    content: Any
-    inside: Mapping[int, StoredTensor] = field(default_factory=dict)
-    alias_of: str | None = None
-
-    @property
-    def key(self) -> str:
-        return ".".join(map(str, self.path))
-
-    @property
-    def is_tensor(self) -> bool:
-        return isinstance(self.content, StoredTensor | Tensor)
-
-    @property
-    def is_counted(self) -> bool:
-        """Whether it is missing from a state dict that does not have it."""
-        is_empty = self.is_tensor and 0 in self.content.shape
-        return not (self.alias_of or is_empty or self.path[-1] in _MEMBERSHIP)
-
-    def metadata(self, chunks: dict[int, list[ChunkStorageMetadata]]) -> STORAGE_TYPES:
-        """As DCP describes it; ``chunks`` are those of the layouts that are known, by id."""
-        if not self.is_tensor:
-            return BytesStorageMetadata()
-        stored = isinstance(self.content, StoredTensor)
-        shape = torch.Size(self.content.shape)
-        layout = self.content.logical.chunks if stored else self.content
-        if id(layout) not in chunks:
-            boxes = [chunk.box for chunk in layout] if stored else [Box.whole(shape)]
-            chunks[id(layout)] = [
-                ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-                for box in boxes
-            ]
-        dtype = self.content.element.dtype if stored else self.content.dtype
-        return TensorStorageMetadata(TensorProperties(dtype), shape, chunks[id(layout)])
-
-
-# Which parameters a group has, and not how they are trained.
-_MEMBERSHIP = ("params", "param_names")
-
-_MAX_FLAT_NAMES = 1 << 18  # of an optimizer; a short file could have any number
-
-# The slots that other programs have too, and the field of a state that they have of it.
-_SLOTS = {
-    Slot.MODEL.value: None,
-    Slot.OPTIMIZER.value: "opaque",
-    Slot.LR_SCHEDULER.value: "state",
-    Slot.EMA.value: None,
-    Slot.EXTRAS.value: "values",
-}
-
-
-def _values_in(step: StepReader, prefixes: Mapping[str, str]) -> Iterator[_Value]:
-    """What a checkpoint has for other programs: the state of which the job has one."""
-    records = {
-        record.key: record
-        for record in step.manifest.components
-        if record.is_of_job and record.key.partition("/")[0] in _SLOTS
-    }
-    for key in prefixes.keys() - records.keys():
-        raise StateMismatchError(
-            f"prefixes[{key!r}]",
-            found=f"no such component in {step.name}",
-            expected=f"one of {', '.join(records)}",
-        )
-    for key, record in records.items():
-        stored = open_state(StoredSource.of_record(step, record), partial(merge_stored, key))
-        prefix = prefixes.get(key, key.replace("/", "."))
-        above = tuple(prefix.split(".")) if prefix else ()
-        content, groups = _content(key, stored.state)
-        found = []
-        for path, leaf in _flat(content):
-            value = _Value(key, (*above, *path), stored.tensors.get(id(leaf), leaf))
-            if not value.is_tensor:
-                ids = [id(each) for _, each in leaves_of(leaf) if id(each) in stored.tensors]
-                value = replace(value, inside={each: stored.tensors[each] for each in ids})
-            found.append(value)
-        yield from found
-        if groups:  # last: a parameter may be called as a group is
-            yield from islice(_flat_names(found, above, groups), _MAX_FLAT_NAMES)
-
-
-def _content(key: str, state: Any) -> tuple[Mapping[str, Any], list[Any]]:
-    """A state as other programs have it, and the param groups of an optimizer."""
-    if not isinstance(state, Mapping):
-        return {}, []
-    slot = key.partition("/")[0]
-    if slot == Slot.OPTIMIZER.value and "param_groups" in state:
-        check_schema(key, OptimizerState.schema, state)
-        groups = [{**group, "param_names": group["params"]} for group in state["param_groups"]]
-        return {"state": state["state"], "param_groups": groups}, groups
-    return state.get(_SLOTS[slot], state), []
-
-
-def _flat_names(values: Sequence[_Value], above: _Path, groups: Any) -> Iterator[_Value]:
-    """The values of param groups once more, as ``flatten_optimizer_state_dict`` names them."""
-    for value in values:
-        kind, number, *rest = value.path[len(above) :]
-        if kind == "param_groups" and rest[0] != "params":
-            for fqn in groups[number]["params"]:
-                name = ".".join(map(str, (kind, fqn, *rest)))
-                yield replace(value, path=(*above, name), alias_of=value.key)
-
-
-def _flat(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
-    """The leaves of a state as DCP flattens it.
-
-    Source: torch 2.13 distributed/checkpoint/_traverse.py, traverse_state_dict.
-    """
-    if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _flat(each, (*path, str(key)))
-    elif isinstance(value, list) and _is_traversed(value):
-        for index, each in enumerate(value):
-            yield from _flat(each, (*path, index))
-    elif path:
-        yield path, value
-
-
-def _is_traversed(value: list[Any]) -> bool:
-    return any(
-        isinstance(each, Mapping | Tensor) or (isinstance(each, list) and _is_traversed(each))
-        for each in value
-    )
-
-
-# ---------------------------------------------------------------- the checkpoint of a run
-
-
-def _newest(directory: Path) -> StepReader:
-    """The newest checkpoint that can be opened.
-
-    Raises:
-        CheckpointNotFoundError: there is none.
-        DirectoryError: the directory cannot be read.
-        NoUsableCheckpointError: there are some, and none can be opened.
-    """
-    store, rejected = Store(directory), list[str]()
-    for name in store.step_names():
-        try:
-            step = store.open_step(name)
-        except CheckpointError as error:
-            rejected.append(str(error))
-        else:
-            for reason in rejected:
-                logger.warning("passed over: %s", reason)
-            return step
-    if rejected:
-        raise NoUsableCheckpointError(str(directory), found="; ".join(rejected))
-    raise CheckpointNotFoundError(str(directory), found="no checkpoint")

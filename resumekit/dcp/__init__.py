@@ -1,0 +1,13 @@
+"""Checkpoints of resumekit for programs that use ``torch.distributed.checkpoint``.
+
+::
+
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(...)}
+    dcp.load(state, storage_reader=StorageReader("runs/a"))
+
+The reader loads any step that any adapter wrote into any layout, with the planner of the caller.
+"""
+
+from resumekit.dcp.reader import StorageReader
+
+__all__ = ["StorageReader"]
