@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from resumekit.capture.nested_state import merge_stored
 from resumekit.capture.optimizer import OptimizerState
-from resumekit.errors import StateMismatchError
+from resumekit.errors import CorruptCheckpointError, StateMismatchError
 from resumekit.serialization.digests import leaves_of
 from resumekit.serialization.reading import StoredSource, StoredTensor, open_state
 from resumekit.serialization.sharding import Box
@@ -94,12 +94,19 @@ _SLOTS = {
 }
 
 
+# The one component of a step that ``StorageWriter`` wrote, and its entry in the manifest's details.
+DCP = "dcp"
+FLATTENED = "flattened"
+
+_MAX_INDEX = 1 << 20  # of a list in a nested state dict; torch's planner makes one of that length
+
+
 def values_in(step: StepReader, prefixes: Mapping[str, str]) -> Iterator[StoredValue]:
     """What a checkpoint has for other programs: the state of which the job has one."""
     records = {
         record.key: record
         for record in step.manifest.components
-        if record.is_of_job and record.key.partition("/")[0] in _SLOTS
+        if record.is_of_job and record.key.partition("/")[0] in (*_SLOTS, DCP)
     }
     for key in prefixes.keys() - records.keys():
         raise StateMismatchError(
@@ -109,11 +116,11 @@ def values_in(step: StepReader, prefixes: Mapping[str, str]) -> Iterator[StoredV
         )
     for key, record in records.items():
         stored = open_state(StoredSource.of_record(step, record), partial(merge_stored, key))
-        prefix = prefixes.get(key, key.replace("/", "."))
+        prefix = prefixes.get(key, "" if key == DCP else key.replace("/", "."))
         above = tuple(prefix.split(".")) if prefix else ()
         content, groups = _content(key, stored.state)
         found = []
-        for path, leaf in _flat(content):
+        for path, leaf in _flattened(step, content) if key == DCP else _flat(content):
             value = StoredValue(key, (*above, *path), stored.tensors.get(id(leaf), leaf))
             if not value.is_tensor:
                 ids = [id(each) for _, each in leaves_of(leaf) if id(each) in stored.tensors]
@@ -133,7 +140,31 @@ def _content(key: str, state: Any) -> tuple[Mapping[str, Any], list[Any]]:
         check_schema(key, OptimizerState.schema, state)
         groups = [{**group, "param_names": group["params"]} for group in state["param_groups"]]
         return {"state": state["state"], "param_groups": groups}, groups
-    return state.get(_SLOTS[slot], state), []
+    return state.get(_SLOTS.get(slot), state), []
+
+
+def _flattened(step: StepReader, state: Mapping[str, Any]) -> Iterator[tuple[_Path, Any]]:
+    """The values of a program of DCP, each with its path before the program's planner flattened."""
+    details = step.manifest.details.get(DCP)
+    paths = details.get(FLATTENED) if isinstance(details, Mapping) else None
+    for key, value in state.items():
+        path = paths.get(key, [key]) if isinstance(paths, Mapping) else [key]
+        if not is_path_of(key, path):
+            raise CorruptCheckpointError(
+                f"{step.name}: {key[:200]}",
+                found=f"the path {str(path)[:80]}",
+                expected="names and numbers that make up the key",
+            )
+        yield tuple(path), value
+
+
+def is_path_of(key: str, path: Any) -> bool:
+    """Whether this is the path of a value in nested state that torch's planner calls ``key``."""
+    return (
+        isinstance(path, list | tuple)
+        and all(type(p) is str or (type(p) is int and 0 <= p < _MAX_INDEX) for p in path)
+        and ".".join(map(str, path)) == key
+    )
 
 
 def _flat_names(values: Sequence[StoredValue], above: _Path, groups: Any) -> Iterator[StoredValue]:

@@ -189,9 +189,13 @@ _COMMAND_OF = {
 # What frameworks have: of torch by object, of the others by the file that defines it,
 # which is read where the framework is installed.
 _OF_TORCH = {
+    "backend=": "torch.distributed:new_group",
+    "checkpoint_id=": "torch.distributed.checkpoint:save",
     "device=": "torch.nn:Module.to_empty",
     "init_process_group()": "torch.distributed:init_process_group",
     "join()": "torch.nn.parallel:DistributedDataParallel.join",
+    "new_group()": "torch.distributed:new_group",
+    "no_dist=": "torch.distributed.checkpoint:save",
     "num_workers=": "torch.utils.data:DataLoader",
     "persistent_workers=": "torch.utils.data:DataLoader",
     "redistribute()": "torch.distributed.tensor:DTensor.redistribute",
@@ -221,7 +225,8 @@ _FREE = {"loss="}
 def public_names() -> frozenset[str]:
     """What users may write: ``name=`` for an argument, ``name()`` for a function."""
     names = set[str]()
-    for module in ("resumekit", "resumekit.testing", "resumekit.record.trace", "resumekit.prove"):
+    modules = ("resumekit", "resumekit.testing", "resumekit.record.trace", "resumekit.prove")
+    for module in (*modules, "resumekit.dcp"):
         for each in vars(importlib.import_module(module)).values():
             if callable(each) and getattr(each, "__module__", "").startswith("resumekit"):
                 names |= _names_of(each)
@@ -341,6 +346,17 @@ _REASONS = {
         "Give each run other places, or continue that run in a new directory",
         "Keep the copies of each run in a place of their own",
         "Start again when it answers, or leave it out to start a new run",
+    ),
+    "tests/dcp/test_storage_writer.py follows it": (
+        "Leave use_collectives out",
+        "Make the planner without enable_plan_caching",
+        'Pass checkpoint_id=f"step-{step}", or StorageWriter(path, step=step)',
+        "Save under another number; no checkpoint is replaced",
+        "Wait for the future of async_save before the next save",
+    ),
+    "integration/torch/test_dcp_writer.py follows it": (
+        'Pass process_group=dist.new_group(backend="gloo") to async_save and to StorageWriter',
+        "Save on all ranks that hold a part, without no_dist=True",
     ),
     "integration/user_scripts/test_sharded_moments.py follows it": (
         'pass per_rank={"{}"} (resumekit run: --per-rank {})',
