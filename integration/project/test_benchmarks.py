@@ -236,6 +236,13 @@ def test_a_copy_in_memory_is_compared_with_one_copy_and_a_digest(tmp_path: Path)
     assert rows[0]["against"] == "one copy and digest"
 
 
+def test_a_save_of_dcp_is_compared_with_its_own_writer(tmp_path: Path) -> None:
+    rows = _table(tmp_path, "dcp_save.py")
+    _check_targets(rows)
+    assert rows[1]["against"] == "dcp.save, FileSystemWriter"
+    assert rows[1]["target"] == "≤ 0.40x"
+
+
 @pytest.mark.full
 def test_frozen_parameters_are_judged_only_when_they_are_linked(tmp_path: Path) -> None:
     rows = _table(tmp_path, "frozen_saves.py")

@@ -29,6 +29,7 @@ from resumekit.storage.store import Store
 
 Read = TypeVar("Read")
 _MAX_FORKS = 100  # the latest ones
+_MAX_VALUE = 2000  # characters of a value in a table
 
 
 def list_directory(directory: Path, *, as_json: bool, places: Sequence[str] = ()) -> bool:
@@ -380,7 +381,13 @@ def _value_table(values: Mapping[str, Any]) -> Table:
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
     texts = (value if isinstance(value, str) else json.dumps(value) for value in values.values())
-    return filled(table, list(zip(values, texts, strict=True)))
+    shown = (_cut(text) for text in texts)
+    return filled(table, list(zip(values, shown, strict=True)))
+
+
+def _cut(text: str) -> str:
+    """A text that fits on the screen; a step of DCP lists all its keys in its details."""
+    return text if len(text) <= _MAX_VALUE else f"{text[:_MAX_VALUE]}... (--json prints it all)"
 
 
 def _time(created: str) -> str:

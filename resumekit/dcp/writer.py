@@ -27,7 +27,7 @@ from torch.distributed.checkpoint import staging as torch_staging
 from torch.distributed.checkpoint import storage
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -89,6 +89,8 @@ class StorageWriter(torch_staging.BlockingAsyncStager, storage.StorageWriter):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
+        if step is not None and (type(step) is not int or step < 0):
+            raise ConfigurationError("step", found=repr(step), expected="an integer of at least 0")
         self._retention = RetentionPolicy(keep_latest=keep_latest, keep_every=keep_every)
         self._store = Store(Path(path))
         self._given_step = step
@@ -159,7 +161,9 @@ class StorageWriter(torch_staging.BlockingAsyncStager, storage.StorageWriter):
             RankDisagreementError: the ranks save different steps.
             SaveError: the step exists, or there is no room.
         """
-        steps = [plan.storage_data for plan in plans]
+        noted = [plan.storage_data for plan in plans]
+        # A planner that makes new plans loses what was noted.
+        steps = [self._step() if step is None else step for step in noted]
         if len(set(steps)) > 1:
             raise RankDisagreementError(
                 "checkpoint_id", found=f"the ranks save the steps {steps[:8]}", expected="one step"
@@ -280,7 +284,7 @@ class StorageWriter(torch_staging.BlockingAsyncStager, storage.StorageWriter):
 
 
 def _number_at_the_end(name: str) -> int | None:
-    found = re.search(r"([0-9]{1,18})/?$", name)
+    found = re.search(r"(?<![0-9])([0-9]{1,18})/?$", name)
     return int(found[1]) if found else None
 
 
@@ -338,35 +342,31 @@ class _Content:
                 found=type(planner).__qualname__,
                 expected="a DefaultSavePlanner, which has lookup_object",
             )
-        pieces: dict[str, list[tuple[Box, WriteItem]]] = {}
         objects: dict[str, Any] = {}
+        found: dict[str, tuple[_Kind, dict[Box, Leaf]]] = {}
         for item in plan.items:
             key, data = item.index.fqn, item.tensor_data
             if UniqueNames("__metadata__").take(key) != key or key.startswith("$"):
                 raise UnsupportedValueError(key, found="a key that the format cannot store")
-            if item.type is WriteItemType.BYTE_IO or data is None:
+            if data is None:
                 objects[key] = planner.lookup_object(item.index)
-            else:
-                box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-                pieces.setdefault(key, []).append((box, item))
+                continue
+            leaf = _leaf(key, planner.resolve_data(item), tuple(data.chunk.sizes))
+            _, parts = found.setdefault(key, ((leaf.element, tuple(data.size)), {}))
+            if 0 not in leaf.shape:
+                parts[Box(tuple(data.chunk.offsets), leaf.shape)] = leaf
         encoder = Encoder()
         trees = encoder.encode(objects, where=DCP)
         stored = encoder.finish()
-        leaves: dict[str, Leaf] = {}
-        parts: dict[str, tuple[_Kind, list[Box]]] = {}
-        for key, found in pieces.items():
-            found.sort(key=lambda each: each[0].offsets)
-            boxes = [(box, _leaf(planner, item, box)) for box, item in found]
-            shape = tuple(found[0][1].tensor_data.size)  # type: ignore[union-attr]
-            boxes_with_elements = [each for each in boxes if each[0].num_elements]
-            parts[key] = (boxes[0][1].element, shape), [box for box, _ in boxes_with_elements]
-            for number, (_, leaf) in enumerate(boxes_with_elements):
-                leaves[part_name(key, number)] = leaf
-        for name in leaves.keys() & stored.leaves.keys():
-            raise UnsupportedValueError(name, found="the name of two tensors")
+        leaves = dict(stored.leaves)
+        boxes = {key: (kind, sorted(parts, key=_offsets)) for key, (kind, parts) in found.items()}
+        for key, (_, ordered) in boxes.items():
+            for number, box in enumerate(ordered):
+                name, leaf = part_name(key, number), found[key][1][box]
+                if leaves.setdefault(name, leaf) is not leaf:
+                    raise UnsupportedValueError(name, found="the name of two tensors")
         kinds = {name: (leaf.element, leaf.shape) for name, leaf in stored.leaves.items()}
-        written = _Written((), parts, trees, kinds, stored.ties)
-        return cls({**leaves, **stored.leaves}, written)
+        return cls(leaves, _Written((), boxes, trees, kinds, stored.ties))
 
     def write(self, staging: Staging, rank: int) -> _Written:
         """Writes the data file and its index, durable once this returns."""
@@ -375,16 +375,17 @@ class _Content:
         return replace(self.written, files=tuple(files))
 
 
-def _leaf(planner: SavePlanner, item: WriteItem, box: Box) -> Leaf:
-    tensor: Any = planner.resolve_data(item)
-    leaf = FoundTensor(tensor.detach(), StatePath(item.index.fqn), item.index.fqn).leaf()
-    if leaf.shape != box.sizes:
+def _leaf(key: str, tensor: Any, shape: tuple[int, ...]) -> Leaf:
+    leaf = FoundTensor(tensor.detach(), StatePath(key), key).leaf()
+    if leaf.shape != shape:
         raise UnsupportedValueError(
-            item.index.fqn,
-            found=f"a tensor of shape {leaf.shape}",
-            expected=f"{box.sizes}, as the plan says",
+            key, found=f"a tensor of shape {leaf.shape}", expected=f"{shape}, as the plan says"
         )
     return leaf
+
+
+def _offsets(box: Box) -> tuple[int, ...]:
+    return box.offsets
 
 
 # ---------------------------------------------------------------- what the first rank adds

@@ -8,12 +8,16 @@ import pickle
 import random
 import threading
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
@@ -21,9 +25,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from resumekit.adapters.torch import Checkpointer
-from resumekit.cli.views import verify_directory
+from resumekit.cli.views import inspect_checkpoint, verify_directory
 from resumekit.dcp import StorageReader, StorageWriter
 from resumekit.errors import (
     ConfigurationError,
@@ -232,7 +237,8 @@ def test_the_step_is_an_argument_or_the_number_at_the_end_of_the_name(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [(None, {}), ("last", {}), ("step-8", {"step": 7}), ("step-8-a", {})]
+    ("name", "options"),
+    [(None, {}), ("last", {}), ("step-8", {"step": 7}), ("step-8-a", {}), (f"step-{'1' * 19}", {})],
 )
 def test_a_save_without_one_step_is_refused(
     tmp_path: Path, name: str | None, options: dict[str, Any]
@@ -263,6 +269,8 @@ def test_old_steps_are_deleted_as_the_policy_says(tmp_path: Path) -> None:
     assert list((tmp_path / ".staging").iterdir()) == []
     with pytest.raises(ConfigurationError, match="keep_latest"):
         StorageWriter(tmp_path, keep_latest=0)
+    with pytest.raises(ConfigurationError, match="step"):
+        StorageWriter(tmp_path, step=-1)
 
 
 # ---------------------------------------------------------------- what is refused
@@ -418,6 +426,19 @@ def test_a_path_that_does_not_make_up_its_key_is_damage(tmp_path: Path, path: An
     assert "b.0.c" in str(error)
 
 
+def test_the_keys_of_a_large_state_do_not_fill_the_screen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save({f"key {number}": number for number in range(1000)}, tmp_path)
+    inspect_checkpoint(tmp_path, as_json=False)
+    shown = capsys.readouterr().out
+    assert "key 10" in shown
+    assert "--json" in shown
+    assert len(shown) < 5000
+    inspect_checkpoint(tmp_path, as_json=True)
+    assert "key 999" in capsys.readouterr().out
+
+
 def test_an_adapter_says_what_it_has_found(tmp_path: Path) -> None:
     save({"model": nn.Linear(1, 1).state_dict()}, tmp_path)
     model = nn.Linear(1, 1)
@@ -502,6 +523,33 @@ def test_an_error_in_the_background_is_in_the_future(tmp_path: Path) -> None:
         future.result()
     assert isinstance(raised.value.failures[0][0], ResumekitError)
     dcp.save({"a": 1}, storage_writer=writer, checkpoint_id="step-1")
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """The first of two ranks, whose collectives do nothing."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_a_background_save_on_the_default_group_is_refused(tmp_path: Path) -> None:
+    other = StorageWriter(tmp_path, process_group=dist.new_group([0, 1]))
+    with ThreadPoolExecutor(1) as thread:
+        for group in (None, dist.group.WORLD):
+            writer = StorageWriter(tmp_path, process_group=group)
+            with pytest.raises(ConfigurationError, match="new_group"):
+                writer.stage({"a": 1})
+            for call in (
+                partial(writer.reset, "step-1"),
+                partial(writer.set_up_storage_writer, True),
+            ):
+                call()  # not in the background
+                with pytest.raises(ConfigurationError, match="new_group"):  # with another stager
+                    thread.submit(call).result()
+        assert other.stage({"a": 1}) == {"a": 1}
+        thread.submit(other.reset, "step-1").result()
 
 
 def sent(writer: StorageWriter) -> StorageWriter:
