@@ -265,7 +265,7 @@ def fail(directory: str, *, layout: str = "", how: str) -> None:
 def save_in_background(
     directory: str, *, layout: str, own_group: bool = True, in_process: bool = False
 ) -> None:
-    """Saves in the background while training goes on; notes what was saved, or the error.
+    """Saves in the background while training continues; notes what was saved, or the error.
 
     Args:
         directory: the run directory.

@@ -196,9 +196,9 @@ def test_values_that_are_no_part_of_the_model_are_stored_once_or_for_each_rank(k
     sizes = [path.stat().st_size for path in step.rglob("*.safetensors")]
     assert sum(size >= 280_000 for size in sizes) == 1  # the replicated tensor
     run = launched(kit, Cell(load_others, {}, 3), run)
-    own = ["rank", [1, 1], [1, 1, 1]]
+    of_a_rank = ["rank", [1, 1], [1, 1, 1]]
     expected = {"large": True, "random": True, "pair": [1, [0, 1, 2]], "a.b": [1, 2]}
-    assert notes_of(run) == [{**expected, "own": [own, own]}] * 3
+    assert notes_of(run) == [{**expected, "own": [of_a_rank] * 2}] * 3
 
 
 # ---------------------------------------------------------------- an error of one rank
@@ -236,7 +236,7 @@ def test_a_save_of_each_rank_by_itself_is_refused(kit: Kit) -> None:
 # ---------------------------------------------------------------- in the background
 
 
-def test_a_background_save_has_the_bits_of_its_call_while_training_goes_on(kit: Kit) -> None:
+def test_a_background_save_has_the_bits_of_its_call_while_training_continues(kit: Kit) -> None:
     run = launched(kit, Cell(save_in_background, {"layout": "fsdp"}, 2))
     steps = [path.name for path in (run.directory / "training").glob("step-*")]
     assert steps == ["step-00000009"]

@@ -258,6 +258,7 @@ def test_an_existing_step_is_never_replaced(tmp_path: Path) -> None:
     error = failure({"a": 2}, tmp_path)
     assert isinstance(error, SaveError)
     assert "step-00000001: is there already" in str(error)
+    assert "no checkpoint is replaced" in str(error)  # found before anything is written
     assert {path: path.read_bytes() for path in before} == before
     save({"a": 2}, tmp_path, "step-2")  # the remedy
 

@@ -225,8 +225,7 @@ _FREE = {"loss="}
 def public_names() -> frozenset[str]:
     """What users may write: ``name=`` for an argument, ``name()`` for a function."""
     names = set[str]()
-    modules = ("resumekit", "resumekit.testing", "resumekit.record.trace", "resumekit.prove")
-    for module in (*modules, "resumekit.dcp"):
+    for module in ("resumekit", "resumekit.testing", "resumekit.record.trace", "resumekit.prove"):
         for each in vars(importlib.import_module(module)).values():
             if callable(each) and getattr(each, "__module__", "").startswith("resumekit"):
                 names |= _names_of(each)
@@ -235,6 +234,12 @@ def public_names() -> frozenset[str]:
 
     for kind in (Checkpointer, StateComponent, Options):
         names |= _names_of(kind)
+    from resumekit.dcp import StorageWriter  # torch calls its methods
+
+    names |= {
+        "StorageWriter()",
+        *(f"{name}=" for name in inspect.signature(StorageWriter).parameters),
+    }
     for path in (ROOT / "adapters").rglob("*.py"):
         names |= _names_in_adapter(ast.parse(path.read_text()))
     return frozenset(names)
