@@ -236,6 +236,7 @@ def test_a_copy_in_memory_is_compared_with_one_copy_and_a_digest(tmp_path: Path)
     assert rows[0]["against"] == "one copy and digest"
 
 
+@pytest.mark.full
 def test_a_save_of_dcp_is_compared_with_its_own_writer(tmp_path: Path) -> None:
     rows = _table(tmp_path, "dcp_save.py")
     _check_targets(rows)
