@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +64,10 @@ def test_from_pretrained_opens_what_the_export_wrote(
     with pytest.raises(OSError, match=r"no file named model\.safetensors"):
         AutoModelForCausalLM.from_pretrained(step / "model")
     store = Store(run / "run")
-    export_model(store.open_step(store.step_names()[0]), tmp_path / "model.safetensors")
-    for path in (step / "model").glob("*config.json"):
-        shutil.copy(path, tmp_path)
-    opened, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    written, exported = store.open_step(store.step_names()[0]), tmp_path / "exported"
+    export_model(written, exported, to="pretrained", max_shard_bytes=20_000)
+    assert len([*exported.glob("*.safetensors")]) > 1
+    opened, info = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
     assert not any(info.values()), info
     expected = load_file(run / "expected-0.safetensors")
     found = opened.state_dict()

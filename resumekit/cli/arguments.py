@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -28,3 +29,17 @@ def existing(path: Path) -> Path:
         found = "not a directory" if path.exists() else "no such directory"
         raise ConfigurationError(str(path), found=found, expected="the run directory of a job")
     return path
+
+
+def bytes_of(text: str) -> int:
+    """A size such as ``5GB``, ``512MiB`` or ``1000``, in bytes.
+
+    Raises:
+        ConfigurationError: it is none, or less than a byte.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", text.strip(), re.IGNORECASE)
+    power = " KMGT".index((match[2] or " ").upper()) if match else 0
+    size = int(float(match[1]) * (1024 if match[3] else 1000) ** power) if match else 0
+    if not size:
+        raise ConfigurationError(repr(text), found="no size", expected="a size such as 5GB")
+    return size

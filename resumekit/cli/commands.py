@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from resumekit.cli.arguments import Directory, ResultFile, TrainingCommand, existing
+from resumekit.cli.arguments import Directory, ResultFile, TrainingCommand, bytes_of, existing
 from resumekit.cli.output_files import require_file_path, traces_for, write_comparison
 from resumekit.cli.replay_command import replay
 from resumekit.cli.report_command import report
@@ -249,18 +249,35 @@ def verify(directory: Directory, step: OneStep = None) -> None:
 @app.command()
 def export(
     path: DirectoryOrStep,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The safetensors file to write.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file or directory to write.")],
+    to: Annotated[
+        str, typer.Option(metavar="FORMAT", help="safetensors, pretrained, torch, or dcp.")
+    ] = "safetensors",
+    weights: Annotated[
+        str, typer.Option(metavar="KIND", help="model, or ema: the averaged weights.")
+    ] = "model",
     component: Annotated[
         str | None, typer.Option(metavar="KEY", help="Which model, if there are several.")
     ] = None,
     dtype: Annotated[
         str, typer.Option(metavar="TYPE", help="fp32, bf16, fp16, or as-trained: as in the module.")
     ] = "fp32",
+    max_shard_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Of one file, e.g. 5GB; with an index.")
+    ] = None,
 ) -> None:
-    """Write the model of a checkpoint as one safetensors file by parameter name, in fp32."""
+    """Write the model of a checkpoint for other tools, by parameter name, in fp32."""
     from resumekit.cli.views import export_checkpoint
 
-    export_checkpoint(existing(path), file, component=component, dtype=dtype)
+    export_checkpoint(
+        existing(path),
+        out,
+        to=to,
+        weights=weights,
+        key=component,
+        dtype=dtype,
+        max_shard_bytes=None if max_shard_size is None else bytes_of(max_shard_size),
+    )
 
 
 @app.command()

@@ -99,14 +99,13 @@ def inspect_checkpoint(path: Path, *, as_json: bool) -> None:
             terminal.print(_value_table(values))
 
 
-def export_checkpoint(path: Path, file: Path, *, component: str | None, dtype: str) -> None:
-    """Writes the model of a checkpoint as one file, and prints what it wrote.
+def export_checkpoint(path: Path, out: Path, **options: Any) -> None:
+    """Writes the model of a checkpoint for other tools, and prints what it wrote.
 
     Args:
         path: a step directory, or a run directory: its newest readable checkpoint.
-        file: the file to write.
-        component: the key of the model, if there are several.
-        dtype: see ``resumekit.export``.
+        out: the file or directory to write.
+        **options: see ``resumekit.export.export_model``.
 
     Raises:
         CheckpointError: it cannot be read, or there is none.
@@ -116,11 +115,12 @@ def export_checkpoint(path: Path, file: Path, *, component: str | None, dtype: s
 
     def export() -> tuple[StepReader, tuple[str, ...]]:
         reader = reader_at(path)
-        return reader, export_model(reader, file, key=component, dtype=dtype)
+        return reader, export_model(reader, out, **options)
 
     reader, names = again_if_deleted(export, named=is_step(path))
-    size = human_bytes(file.stat().st_size)
-    print_line(f"{file}: {len(names)} tensors of {reader.name}, {size}")
+    files = [each for each in (out, *out.rglob("*")) if each.is_file()]
+    size = human_bytes(sum(each.stat().st_size for each in files))
+    print_line(f"{out}: {len(names)} tensors of {reader.name}, {size}")
 
 
 def fork_run(path: Path, directory: Path, *, step: str | None, only_weights: bool) -> None:

@@ -1,0 +1,91 @@
+"""A model of a checkpoint as files of other tools: whole tensors by name.
+
+Works for every checkpoint, however its model was sharded: needs no process group, no framework and
+none of the run's code. Few tensors are in memory at once.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from resumekit.errors import ConfigurationError
+from resumekit.export.formats import IN_SHARDS, WRITERS
+from resumekit.export.weights import DTYPES, KINDS, MODEL, Weights
+from resumekit.storage.manifest import StepReader
+
+__all__ = ["DTYPES", "FORMATS", "KINDS", "export_model"]
+
+FORMATS = (*WRITERS,)
+
+
+def export_model(
+    step: StepReader,
+    path: Path,
+    *,
+    to: str = "safetensors",
+    weights: str = MODEL,
+    key: str | None = None,
+    dtype: str = "fp32",
+    max_shard_bytes: int | None = None,
+) -> tuple[str, ...]:
+    """Writes the model of a checkpoint for other tools; it is there whole or not at all.
+
+    A tensor with several names is written under each of them.
+
+    Args:
+        step: the checkpoint.
+        path: what to write; it must not be there.
+        to: ``"safetensors"``: one file, or with ``max_shard_bytes`` a directory of several, with
+            an index. ``"pretrained"``: a directory that ``from_pretrained`` opens. ``"torch"``: a
+            state dict for ``torch.load``. ``"dcp"``: a directory for
+            ``torch.distributed.checkpoint.load``. The last two hold pickles, which their readers
+            need; they take twice the size on the disk meanwhile.
+        weights: ``"model"``, or ``"ema"``: the averaged weights, under the names of the model.
+        key: of the component, where the checkpoint has several.
+        dtype: ``"fp32"``: fp16 and bf16 become fp32, which loses nothing, and other types stay.
+            ``"bf16"`` or ``"fp16"``: floating-point tensors are rounded to it. ``"as-trained"``:
+            each has the type that it had in the module, also where fp32 weights were saved for it.
+        max_shard_bytes: of the tensors of one file.
+
+    Returns:
+        The names of the tensors written.
+
+    Raises:
+        CheckpointError: damage, or an I/O error while reading.
+        ConfigurationError: the path is there, is in a run directory, or cannot be written; there is
+            no such type, or a value is too large for it.
+        StateMismatchError: there is no such model, or each rank has one of its own.
+    """
+    for name, value, known in (("to", to, FORMATS), ("weights", weights, KINDS)):
+        _require_one_of(name, value, known)
+    _require_one_of("dtype", dtype, DTYPES)
+    if max_shard_bytes is not None:
+        _require_one_of("to with max_shard_bytes", to, IN_SHARDS)
+    if path.exists():
+        raise ConfigurationError(
+            str(path), found="it exists", expected="a new path", remedy="Remove it first"
+        )
+    if path.resolve().is_relative_to(step.path.parent.resolve()):
+        raise ConfigurationError(
+            str(path), found="in the run directory", expected="a path outside of it"
+        )
+    chosen = Weights(step, weights, key, dtype)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        WRITERS[to](unfinished, chosen, max_shard_bytes)
+        unfinished.replace(path)
+    except OSError as error:
+        raise ConfigurationError(str(path), found=str(error), expected="a writable path") from None
+    finally:
+        if unfinished.is_dir():
+            shutil.rmtree(unfinished)
+        else:
+            unfinished.unlink(missing_ok=True)
+    return (*chosen.sizes,)
+
+
+def _require_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigurationError(name, found=repr(value), expected=f"one of {', '.join(known)}")

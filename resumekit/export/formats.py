@@ -1,0 +1,146 @@
+"""Files of other tools, written from the weights of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from resumekit.errors import StateMismatchError
+from resumekit.export.weights import Weights, in_parts
+from resumekit.serialization.index import header
+from resumekit.serialization.leaves import buffers_of
+
+_NAME = "model.safetensors"
+_CONFIGURATION = ("config.json", "generation_config.json")
+
+
+def _safetensors(path: Path, weights: Weights, max_bytes: int | None) -> None:
+    """One file; with a limit a directory of several, and an index that has the file of each name.
+
+    A tensor above the limit has a file of its own.
+    """
+    if max_bytes is None:
+        _one_file(path, weights, [*weights.sizes])
+        return
+    path.mkdir()
+    shards = [*in_parts([*weights.sizes], weights.sizes, max_bytes)]
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _one_file(path / file, weights, names)
+        weight_map |= dict.fromkeys(names, file)
+    metadata = {"total_size": sum(weights.sizes.values())}
+    index = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2)
+    _write(path / f"{_NAME}.index.json", index.encode())
+
+
+def _pretrained(path: Path, weights: Weights, max_bytes: int | None) -> None:
+    """What ``from_pretrained`` opens: the weights, and the configuration that the step has.
+
+    Raises:
+        StateMismatchError: it has none.
+    """
+    step, files = weights.step, dict(_configuration(weights))
+    if "config.json" not in files:
+        raise StateMismatchError(
+            f"{step.name}: {weights.record.key}",
+            found="no config.json",
+            expected="the model of a Trainer, a PreTrainedModel",
+            remedy="Export it as safetensors",
+        )
+    if max_bytes is None:
+        path.mkdir()
+        _one_file(path / _NAME, weights, [*weights.sizes])
+    else:
+        _safetensors(path, weights, max_bytes)
+    for name, content in files.items():
+        _write(path / name, content)
+
+
+def _torch(path: Path, weights: Weights, _: int | None) -> None:
+    """A state dict that ``torch.load(weights_only=True)`` opens."""
+    with _mapped(path, weights) as tensors, path.open("xb") as file:
+        torch.save(tensors, file)
+        _sync(file)
+
+
+def _dcp(path: Path, weights: Weights, _: int | None) -> None:
+    """What ``torch.distributed.checkpoint.load`` opens."""
+    with _mapped(path, weights) as tensors, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process
+        save(dict(tensors), storage_writer=FileSystemWriter(path), no_dist=True)
+
+
+# What each format is written by: the path, the weights, and the bytes of a file at most.
+WRITERS: Mapping[str, Callable[[Path, Weights, int | None], None]] = {
+    "safetensors": _safetensors,
+    "pretrained": _pretrained,
+    "torch": _torch,
+    "dcp": _dcp,
+}
+IN_SHARDS = ("safetensors", "pretrained")
+
+
+def _one_file(path: Path, weights: Weights, names: Sequence[str]) -> None:
+    records = weights.arranged(names)
+    with path.open("xb") as file:
+        file.write(header(records, {}))
+        for tensor in weights.read([record.name for record in records]):
+            for piece in buffers_of(tensor):
+                file.write(piece)
+        _sync(file)
+
+
+@contextmanager
+def _mapped(beside: Path, weights: Weights) -> Iterator[dict[str, Tensor]]:
+    """The tensors, in a file that is mapped for as long: they take no memory of their own."""
+    file = beside.with_name(f"{beside.name}.mapped")
+    records = weights.arranged([*weights.sizes])
+    begin = len(header(records, {}))
+    try:
+        _one_file(file, weights, [*weights.sizes])
+        with file.open("rb") as opened:
+            memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+        yield {
+            record.name: torch.frombuffer(
+                memory, dtype=torch.uint8, count=record.num_bytes, offset=begin + record.begin
+            )
+            .view(record.element.dtype)
+            .view(record.shape)
+            if record.num_bytes
+            else torch.empty(record.shape, dtype=record.element.dtype)
+            for record in records
+        }
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def _configuration(weights: Weights) -> Iterator[tuple[str, bytes]]:
+    """The files beside the weights that describe the model, but not an adapter of it."""
+    for entry in weights.step.manifest.files:
+        folder, _, name = entry.path.rpartition("/")
+        if folder == weights.record.directory and name in _CONFIGURATION:
+            with weights.step.file(entry.path) as reader:
+                yield name, reader.read()
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(content)
+        _sync(file)
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())

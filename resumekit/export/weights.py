@@ -1,0 +1,197 @@
+"""The tensors of a model in a checkpoint, by the names that its code has, read a few at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from resumekit.capture.model import IN_FP32, TRAINED_IN
+from resumekit.capture.nested_state import merge_stored
+from resumekit.errors import ConfigurationError, StateMismatchError
+from resumekit.serialization.index import TensorRecord, arrange
+from resumekit.serialization.leaves import Leaf, element_type, retyped
+from resumekit.serialization.reading import StoredSource, StoredTensor, open_state, read_boxes
+from resumekit.serialization.sharding import Box
+from resumekit.state import Slot
+from resumekit.storage.manifest import ComponentRecord, StepReader
+
+_LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
+_FLOATS = _LOW_PRECISION | {torch.float32, torch.float64}
+
+AS_TRAINED = "as-trained"
+_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = (*_TYPES, AS_TRAINED)
+
+MODEL, EMA = Slot.MODEL.value, Slot.EMA.value
+KINDS = (MODEL, EMA)
+
+_TypeOf = Callable[[str], torch.dtype | None]
+_Stored = StoredTensor | Tensor  # the latter: one that shares memory with another one
+
+_BATCH_BYTES = 16 << 20  # of small tensors that are read together
+
+
+class Weights:
+    """The weights of a model in a checkpoint, each in the type that it is exported in.
+
+    Args:
+        step: the checkpoint.
+        kind: ``"model"``, or ``"ema"``: the averaged weights, under the names of the model.
+        key: of the component, where the checkpoint has several of the kind.
+        dtype: see ``export_model``.
+
+    Attributes:
+        step: the checkpoint.
+        record: the component.
+        sizes: the bytes of each tensor by its name, in the order of the model.
+
+    Raises:
+        CheckpointError: damage, or an I/O error.
+        StateMismatchError: there is no such model, or each rank has one of its own.
+    """
+
+    def __init__(self, step: StepReader, kind: str, key: str | None, dtype: str) -> None:
+        self.step, self.record = step, _record(step, kind, key)
+        wanted = _types(step, self.record, dtype)
+        self._tensors = dict(_stored(step, self.record))
+        if kind == EMA:
+            model = _record(step, MODEL, self.record.key.replace(EMA, MODEL, 1))
+            names = [name for name, _ in _stored(step, model)]
+            self._tensors = _as_model(self.record.key, self._tensors, names)
+        self._types: dict[str, torch.dtype] = {
+            name: _type_of(_dtype(tensor), wanted(name)) for name, tensor in self._tensors.items()
+        }
+        self._leaves = {name: self._leaf(name) for name in self._tensors}
+        self.sizes = {name: leaf.num_bytes for name, leaf in self._leaves.items()}
+
+    def _leaf(self, name: str) -> Leaf:
+        element = element_type(self._types[name])
+        assert element is not None  # of a tensor that was stored, or one of _TYPES
+        return Leaf(b"", element, tuple(self._tensors[name].shape))
+
+    def arranged(self, names: Sequence[str]) -> tuple[TensorRecord, ...]:
+        """Where each tensor is in a file with these."""
+        return arrange({name: self._leaves[name] for name in names})
+
+    def read(self, names: Sequence[str]) -> Iterator[Tensor]:
+        """The tensors of these names in their order, verified; few of them are in memory at once.
+
+        Raises:
+            CheckpointError: damage, or an I/O error.
+            ConfigurationError: a value is too large for the type.
+        """
+        for batch in in_parts(names, self.sizes, _BATCH_BYTES):
+            yield from self._read(batch)
+
+    def _read(self, names: Sequence[str]) -> Iterator[Tensor]:
+        stored = {
+            tensor: Box.whole(tensor.shape)
+            for tensor in map(self._tensors.get, names)
+            if isinstance(tensor, StoredTensor)
+        }
+        read = dict(zip(stored, read_boxes([*stored.items()]), strict=True))
+        for name in names:
+            value = self._tensors[name]
+            if isinstance(value, StoredTensor):
+                memory, dtype = read[value], value.element.dtype
+                value = retyped(memory, dtype, 0, value.shape, memory.stride())
+            yield _cast(name, value, self._types[name])
+
+
+def in_parts(names: Iterable[str], sizes: Mapping[str, int], max_bytes: int) -> Iterator[list[str]]:
+    """Names in their order, in lists of at most so many bytes or of one name."""
+    part: list[str] = []
+    length = 0
+    for name in names:
+        if part and length + sizes[name] > max_bytes:
+            yield part
+            part, length = [], 0
+        part.append(name)
+        length += sizes[name]
+    yield part
+
+
+def _stored(step: StepReader, record: ComponentRecord) -> Iterator[tuple[str, _Stored]]:
+    """The tensors by name; of two names of one tensor both have it."""
+    stored = open_state(StoredSource.of_record(step, record), partial(merge_stored, record.key))
+    state = stored.state if isinstance(stored.state, Mapping) else {}
+    if record.key.partition("/")[0] == EMA:
+        state = state.get("weights", state)
+    for name, value in state.items():
+        if isinstance(value, Tensor) and element_type(value.dtype) is not None:
+            yield name, stored.tensors.get(id(value), value)
+
+
+def _as_model(key: str, average: Mapping[str, _Stored], names: Sequence[str]) -> dict[str, _Stored]:
+    """The averaged weights under the names of the model, which most averages have in ``module``."""
+    begin = "module." if any(f"module.{name}" in average for name in names) else ""
+    missing = [name for name in names if begin + name not in average]
+    if missing:
+        raise StateMismatchError(
+            key,
+            found=f"no average of {missing[0]}",
+            expected="the names of the model, alone or after module.",
+        )
+    return {name: average[begin + name] for name in names}
+
+
+def _types(step: StepReader, record: ComponentRecord, dtype: str) -> _TypeOf:
+    """The type that a tensor of a name is to have; None for its own."""
+    if dtype != AS_TRAINED:
+        return lambda name: _TYPES[dtype]
+    described: Any = step.manifest.fingerprint.get(record.key)
+    described = described if isinstance(described, Mapping) else {}
+    lower = _TYPES.get(str(described.get(TRAINED_IN)))
+    in_fp32 = frozenset(map(str, described.get(IN_FP32, ())))
+    return lambda name: None if name in in_fp32 else lower
+
+
+def _dtype(stored: _Stored) -> torch.dtype:
+    return stored.dtype if isinstance(stored, Tensor) else stored.element.dtype
+
+
+def _type_of(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    rounds = wanted in _LOW_PRECISION and stored in _FLOATS
+    widens = wanted is torch.float32 and stored in _LOW_PRECISION
+    return wanted if wanted is not None and (rounds or widens) else stored
+
+
+def _cast(name: str, value: Tensor, wanted: torch.dtype) -> Tensor:
+    if value.dtype == wanted:
+        return value
+    cast = value.to(wanted)
+    if bool((cast.isinf() & ~value.isinf()).any()):
+        raise ConfigurationError(
+            name,
+            found=f"values too large for {wanted}",
+            expected="a type that holds them",
+            remedy="Export it as bf16 or fp32",
+        )
+    return cast
+
+
+def _record(step: StepReader, kind: str, key: str | None) -> ComponentRecord:
+    averages = (each for each in step.manifest.components if each.key.partition("/")[0] == EMA)
+    found = step.manifest.models if kind == MODEL else [e for e in averages if e.is_of_job]
+    records = {record.key: record for record in found}
+    wanted = kind if key is None else key
+    names = ", ".join(sorted(records)) or f"no {kind}"
+    if wanted not in records:
+        raise StateMismatchError(
+            str(step.name),
+            found=f"no {wanted} to export (it has {names})",
+            expected=f"the key of one of kind {kind}",
+            remedy="Pass --component with one of them" if records else None,
+        )
+    record = records[wanted]
+    if not record.is_of_job:
+        raise StateMismatchError(
+            f"{step.name}: {wanted}",
+            found=f"saved {record.pattern}: each has a state of its own",
+            expected="one state for the job",
+        )
+    return record
