@@ -18,6 +18,7 @@ from resumekit.storage.manifest import (
     Manifest,
     StepReader,
     forked_details,
+    is_pruned,
 )
 from resumekit.storage.ownership import DirectoryLock, is_unused
 from resumekit.storage.store import Store
@@ -56,8 +57,14 @@ def fork_checkpoint(
         SaveError: writing failed; the new run has no checkpoint.
     """
     _check_location(source, directory)
-    records = _model_records(source) if only_weights else source.manifest.components
-    files = _files_of(source, records if only_weights else None)
+    if is_pruned(source.manifest) and not only_weights:
+        raise ConfigurationError(
+            str(source.path),
+            found="only its weights are left",
+            expected="a whole checkpoint, or --weights-only",
+        )
+    records = model_records(source) if only_weights else source.manifest.components
+    files = files_of(source, records if only_weights else None)
     file_system = LocalFileSystem() if file_system is None else file_system
     _check_unused(file_system, directory)
     for entry in files:
@@ -151,7 +158,12 @@ def _check_unused(file_system: FileSystem, directory: Path) -> None:
     )
 
 
-def _model_records(source: StepReader) -> tuple[ComponentRecord, ...]:
+def model_records(source: StepReader) -> tuple[ComponentRecord, ...]:
+    """The models of a checkpoint.
+
+    Raises:
+        ConfigurationError: it has none.
+    """
     records = source.manifest.models
     if not records:
         keys = ", ".join(record.key for record in source.manifest.components)
@@ -159,7 +171,7 @@ def _model_records(source: StepReader) -> tuple[ComponentRecord, ...]:
     return records
 
 
-def _files_of(
+def files_of(
     source: StepReader, records: Sequence[ComponentRecord] | None
 ) -> tuple[FileEntry, ...]:
     """The files of these components, or all."""

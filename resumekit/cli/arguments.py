@@ -11,6 +11,7 @@ import typer
 from resumekit.errors import ConfigurationError
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A run directory.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 TrainingCommand = Annotated[
     list[str], typer.Argument(help="The training command, e.g. python train.py.")
 ]

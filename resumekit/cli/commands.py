@@ -14,8 +14,16 @@ from typing import Annotated
 
 import typer
 
-from resumekit.cli.arguments import Directory, ResultFile, TrainingCommand, bytes_of, existing
+from resumekit.cli.arguments import (
+    AsJson,
+    Directory,
+    ResultFile,
+    TrainingCommand,
+    bytes_of,
+    existing,
+)
 from resumekit.cli.output_files import require_file_path, traces_for, write_comparison
+from resumekit.cli.prune_command import prune
 from resumekit.cli.replay_command import replay
 from resumekit.cli.report_command import report
 from resumekit.cli.run_command import cadence_of, run
@@ -39,7 +47,6 @@ app = typer.Typer(
 DirectoryOrStep = Annotated[
     Path, typer.Argument(metavar="DIR|STEP", help="A run directory, or one step in it.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 PlaceArgument = Annotated[
     str, typer.Argument(metavar="PLACE", help="A directory, or a URL such as s3://bucket/run.")
 ]
@@ -348,6 +355,7 @@ def fetch(
     fetch_run(place, directory, step=step)
 
 
+app.command()(prune)
 app.command()(report)
 app.command(
     context_settings={"allow_interspersed_args": False},

@@ -24,7 +24,7 @@ from resumekit.places.copies import copies_by_name
 from resumekit.progress_display import human_bytes, show_progress
 from resumekit.shared_files import shared_bytes
 from resumekit.storage.directories import StepName
-from resumekit.storage.manifest import ForkOrigin, Manifest, StepReader, lineage_of
+from resumekit.storage.manifest import ForkOrigin, Manifest, StepReader, is_pruned, lineage_of
 from resumekit.storage.store import Store
 
 Read = TypeVar("Read")
@@ -292,6 +292,8 @@ def _manifest_and_state(store: Store, name: StepName) -> tuple[Manifest | None, 
     except CheckpointError as error:
         return None, _state_of(error)
     finished = manifest.finished
+    if is_pruned(manifest):
+        return manifest, "weights only"
     return manifest, "complete" if finished is None else f"finished ({finished})"
 
 

@@ -42,6 +42,7 @@ from resumekit.log import logger
 from resumekit.storage.committed import (
     is_complete,
     list_marked,
+    list_steps,
     mark,
     remove_marked,
     unmark,
@@ -307,7 +308,7 @@ class Staging:
             self._commit_by_manifest(data, manifest, owner, used)
         else:
             self._commit_by_rename(data, manifest, owner, used)
-        self._point_latest()
+        self._point_latest(is_copy=is_copy)
         return self._directory / str(self.step)
 
     def _commit_by_rename(
@@ -375,11 +376,17 @@ class Staging:
         if difference is not None:
             raise SaveError(str(self.path / difference.path), found=difference.problem)
 
-    def _point_latest(self) -> None:
-        """Names the newest step for people. Not synced, and may fail: nothing reads it."""
+    def _point_latest(self, *, is_copy: bool) -> None:
+        """Names the newest step for people. Not synced, and may fail: nothing reads it.
+
+        Args:
+            is_copy: there may be newer ones.
+        """
         path, draft = self._directory / LATEST, self._directory / STAGING / f"latest-{self.name}"
         data = f"{self.step}\n".encode("ascii")
         try:
+            if is_copy and self.step != list_steps(self._file_system, self._directory)[0]:
+                return
             replace_small(self._file_system, path, data, draft=draft, sync=False)
         except OSError as error:
             logger.warning("%s is saved, but not named in %s: %s", self.step, path, describe(error))

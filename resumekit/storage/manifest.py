@@ -398,6 +398,7 @@ def _check_whole(manifest: Manifest, where: str) -> None:
 
 LINEAGE = "lineage"
 _ONLY_WEIGHTS = "only_weights"
+PRUNED = "pruned"
 _OF_THE_ATTEMPT = ("journal", "resume_from")  # details that say nothing of another run
 
 
@@ -441,6 +442,11 @@ def _is_origin(row: Any) -> bool:
 def holds_only_weights(manifest: Manifest) -> bool:
     """Whether a run starts afresh from this checkpoint, with its weights."""
     return manifest.details.get(_ONLY_WEIGHTS) is True
+
+
+def is_pruned(manifest: Manifest) -> bool:
+    """Whether only the models are left of this checkpoint, so that no run continues from it."""
+    return manifest.details.get(PRUNED) is True
 
 
 def forked_details(manifest: Manifest, origin: ForkOrigin) -> dict[str, Any]:

@@ -526,16 +526,42 @@ class Store:
         with self._one_thread:
             if self._committed is None:
                 return []
-            kept = {self._committed, *self._pinned()}
-            names = self.step_names()
-            if not may_delete(names, policy) - kept:
-                return []
-            verified = self._list_verified(names)
-            deletions = sorted(select_deletions(verified, policy) - kept)
-            if not deletions:
-                return []
-            self._delete(deletions, owner)
+            deletions = self.unneeded(policy, latest=self._committed)
+            if deletions:
+                self._delete(deletions, owner)
             return deletions
+
+    def unneeded(self, policy: RetentionPolicy, *, latest: StepName) -> list[StepName]:
+        """The checkpoints that the policy does not keep, oldest first; deletes nothing.
+
+        All are verified and of this run, and none is pinned.
+
+        Args:
+            policy: what is kept.
+            latest: a checkpoint that is kept in any case.
+
+        Raises:
+            DirectoryError: the run directory cannot be listed.
+        """
+        kept, names = {latest, *self._pinned()}, self.step_names()
+        if not may_delete(names, policy) - kept:
+            return []
+        return sorted(select_deletions(self._list_verified(names), policy) - kept)
+
+    def delete(self, names: Sequence[StepName]) -> None:
+        """Deletes checkpoints with their bytes. Rank 0 only.
+
+        Args:
+            names: of ``unneeded``, whose ``latest`` this attempt has committed, or has read whole.
+
+        Raises:
+            OwnershipLostError: another attempt has taken the directory over.
+            SaveError: something could not be removed; all checkpoints that stay are untouched.
+        """
+        owner = self._require_owner()
+        with self._one_thread:
+            self._delete(names, owner)
+            self._trash.empty()
 
     def prune(self, policy: RetentionPolicy, *, latest: StepName) -> StepName | None:
         """The oldest checkpoint that is not needed, deleted with its bytes. Rank 0 only.
@@ -558,8 +584,7 @@ class Store:
         owner = self._require_owner()
         least = replace(policy, keep_latest=1, keep_best=max(policy.keep_best, 1))
         with self._one_thread:
-            deletions = select_deletions(self._list_verified(self.step_names()), least)
-            oldest = min(deletions - {latest, *self._pinned()}, default=None)
+            oldest = next(iter(self.unneeded(least, latest=latest)), None)
             if oldest is not None:
                 self._delete([oldest], owner)
                 self._trash.empty()
@@ -587,8 +612,11 @@ class Store:
 
     def _list_verified(self, names: Sequence[StepName]) -> list[Checkpoint]:
         """Those of these checkpoints that verify and are of this run; each is opened once."""
+        run_id = self.recorded_run_id() if self._record is None else self.run_id
         for name in names:
             if name not in self._verified:
                 with suppress(CheckpointError):
-                    self._verified[name] = Checkpoint(name, self.open_step(name).manifest.metric)
+                    manifest = self.open_step(name).manifest
+                    if manifest.run_id == run_id:
+                        self._verified[name] = Checkpoint(name, manifest.metric)
         return [self._verified[name] for name in names if name in self._verified]

@@ -63,6 +63,7 @@ LAYERS: dict[str, set[str]] = {
     "dcp": {"errors", "log", "state", "distributed", "storage", "serialization", "capture"},
     "fork": {"errors", "state", "storage"},
     "shared_files": {"storage"},
+    "prune": {"errors", "storage", "fork", "shared_files"},
     "replay": {"errors", "state", "storage", "record", "diff", "launcher", "replay_plan"},
     "frameworks": {
         *("errors", "log", "state", "distributed", "requirements"),
@@ -91,8 +92,7 @@ LAYERS: dict[str, set[str]] = {
     "cli": {
         *("errors", "log", "progress_display", "storage", "export", "prove", "demo", "version"),
         *("diff", "fork", "shared_files", "html_report", "attach", "supervisor", "replay"),
-        "printable",
-        "places",
+        *("printable", "places", "prune", "cadence"),
     },
 }
 
@@ -225,8 +225,8 @@ BUDGET: dict[str, int] = {
     # 40: deletions on a full disk, drafts that are removed after an error; 60: commits of copies;
     # 60: pages of shared memory that are used again; 35: directories of an overlay that cannot be
     # renamed; 5: which states the job has once; 20: the newest checkpoint that can be opened, which
-    # the commands and the reader of DCP had
-    "storage": 3_075,
+    # the commands and the reader of DCP had; 15: deletion by a command
+    "storage": 3_090,
     "serialization": 2_980,  # 10: how many parts an index may have
     "places": 795,  # 75: memory; 20: a limit of the bandwidth
     "live": 1_080,
@@ -236,14 +236,15 @@ BUDGET: dict[str, int] = {
     "data": 4_310,  # 100: the types of saved positions
     "record": 1_450,
     # 120: the check of what states hold; 50: full disks; 80: places; 135: copies in memory
-    "run": 6_430,
+    "run": 6_435,
     "checkpointer": 170,  # 10: types that are known before their objects
     # 185: a few tensors at a time; averages; shards, and what from_pretrained, torch and DCP open
     "export": 295,
     "diff": 585,
     "dcp": 700,  # 350: the writer
     "fork": 140,
-    "shared_files": 20,
+    "shared_files": 35,  # 15: what a deletion frees
+    "prune": 80,
     "replay": 600,  # 20: to which step each thing was compared
     "frameworks": 780,  # 10: the types of saved counts
     "launcher": 240,  # has the one starter of processes; 10: what a parent's end hides
@@ -256,8 +257,9 @@ BUDGET: dict[str, int] = {
     "demo": 140,
     "demo_script": 90,
     "html_report": 1_020,
-    # 50: checkpoints that a live run deletes meanwhile; 80: mirror, fetch, copies; 30: exports
-    "cli": 910,
+    # 50: checkpoints that a live run deletes meanwhile; 80: mirror, fetch, copies; 30: exports;
+    # 110: prune
+    "cli": 1_020,
     "__init__": 50,
 }
 

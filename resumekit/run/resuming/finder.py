@@ -55,7 +55,7 @@ from resumekit.state import (
     nearest_prefixes,
 )
 from resumekit.storage.directories import StepName
-from resumekit.storage.manifest import ComponentRecord, Manifest, StepReader
+from resumekit.storage.manifest import ComponentRecord, Manifest, StepReader, is_pruned
 from resumekit.storage.store import Store
 
 
@@ -381,6 +381,10 @@ class Finder:
         error: ResumekitError | None = None
         try:
             reader = self.store.open_step(name)
+            if is_pruned(reader.manifest):
+                raise CheckpointError(
+                    str(name), found="only its weights are left (resumekit prune)"
+                )
             with self._shown(reader):
                 found = self._states(name, reader)
             check_contents(reader.manifest, found.every_state(), self.checked)

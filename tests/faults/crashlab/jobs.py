@@ -16,7 +16,7 @@ from resumekit.storage.commit import Staging
 from resumekit.storage.directories import StepName
 from resumekit.storage.files import FileEntry
 from resumekit.storage.io.file_system import FileSystem
-from resumekit.storage.manifest import Manifest
+from resumekit.storage.manifest import ComponentRecord, Manifest
 from resumekit.storage.ownership import NoLock
 from resumekit.storage.parts import Parts
 from resumekit.storage.retention import RetentionPolicy
@@ -302,7 +302,7 @@ class Job:
             world_size=self.world_size,
             progress={"step": name.step},
             metric=record,
-            components=(),
+            components=(ComponentRecord("model", "replicated", "exact", "", "model", (0,)),),
             files=tuple(entries),
         )
 
