@@ -334,7 +334,11 @@ class Checkpointer:
         """Closes at normal exit; after an uncaught exception nothing new is saved."""
         if os.getpid() != self._pid:  # of a forked child
             return
-        if hasattr(sys, "last_value") or not self._run.world.is_alive():
+        if hasattr(sys, "last_value"):
+            self._run.journal.fail()
+            self._run.journal.write_end()
+            return
+        if not self._run.world.is_alive():
             return
         try:
             self.close()

@@ -22,6 +22,7 @@ from resumekit.cli.arguments import (
     bytes_of,
     existing,
 )
+from resumekit.cli.history_command import history
 from resumekit.cli.output_files import require_file_path, traces_for, write_comparison
 from resumekit.cli.prune_command import prune
 from resumekit.cli.replay_command import replay
@@ -355,6 +356,7 @@ def fetch(
     fetch_run(place, directory, step=step)
 
 
+app.command()(history)
 app.command()(prune)
 app.command()(report)
 app.command(

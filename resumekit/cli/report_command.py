@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from resumekit.cli.arguments import Directory, existing
+from resumekit.cli.arguments import Directory
+from resumekit.cli.history_command import facts_of
 from resumekit.cli.output_files import require_file_path, write_file
 
 
@@ -27,12 +28,11 @@ def report(
 
     Exit code 1 if it shows a checkpoint that cannot be used.
     """
-    from resumekit.html_report import read_run, run_page
+    from resumekit.html_report import run_page
 
-    existing(directory)
+    facts = facts_of(directory)
     file = output or Path(f"{directory.resolve().name}.html")
     require_file_path(file, without=(directory,))
-    facts = read_run(directory)
     write_file(run_page(facts), file, png=png)
     if any(checkpoint.problem for checkpoint in facts.checkpoints):
         raise typer.Exit(1)

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement, measure_renderables
 from rich.table import Table
 from rich.text import Text
 
 from resumekit.printable import printable
 
 _PIPE_WIDTH = 160
+_MAX_WIDTH = 4096  # of a table; longer words are no names
 _MAX_ROWS = 1000
 
 
@@ -29,6 +31,27 @@ def print_line(text: str, *, to_stderr: bool = False) -> None:
 def plain(text: str, *, style: str = "") -> Text:
     """Text without markup, safe to print: every cell and line with a name or a value in it."""
     return Text(printable(text), style=style)
+
+
+def print_table(table: Table) -> None:
+    """Prints a table; no word of it is broken, and in a pipe no row, whatever the width."""
+    terminal = console()
+    wide = terminal.options.update(width=_MAX_WIDTH)
+    sizes = [
+        measure_renderables(terminal, wide, [column.header, *column.cells])
+        for column in table.columns
+    ]
+    slack = [size.maximum - size.minimum for size in sizes]
+    # rich narrows the widest column first, below its longest word too: only one is to be narrowed.
+    for column, each in zip(table.columns, slack, strict=True):
+        column.no_wrap = each < max(slack)
+    width = Measurement.get(terminal, wide, table).maximum
+    if terminal.is_terminal:
+        width = min(width, max(terminal.width, width - max(slack)))
+    for line in terminal.render_lines(table, wide.update(width=width)):
+        text = Text.assemble(*((each.text, each.style or "") for each in line))
+        text.rstrip()
+        terminal.print(text, soft_wrap=True)
 
 
 def new_table(*columns: str) -> Table:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from resumekit.html_report.comparison_page import comparison_page
 from resumekit.html_report.diff_page import diff_page
 from resumekit.html_report.replay_page import replay_page
-from resumekit.html_report.run_facts import RunFacts, read_run
+from resumekit.html_report.run_facts import AttemptFacts, RunFacts, read_run
 from resumekit.html_report.run_page import run_page
 from resumekit.html_report.screenshot import find_browser, take_screenshot
 
 __all__ = [
+    "AttemptFacts",
     "RunFacts",
     "comparison_page",
     "diff_page",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ from resumekit.record.journal import (
     SAVED,
     STEP,
     Attempt,
+    Ending,
     Event,
     Has,
     find_attempts,
@@ -72,6 +74,7 @@ class AttemptFacts:
         began: when it recorded its first step, in Unix seconds; None where that is not recorded.
         last_written: when its journal was written last, in Unix seconds.
         has_closed: whether the process closed the run; None where that is not recorded.
+        ending: why it ended, in words, as far as that is recorded.
         costs: what each save cost.
         num_lost_steps: the steps that the next attempt trained again; None for the newest attempt.
         lost_seconds: the time after the save that the next attempt resumed from; None where that is
@@ -94,6 +97,17 @@ class AttemptFacts:
     num_lost_steps: int | None = None
     lost_seconds: float | None = None
     num_missing_files: int = 0
+    ending: str = ""
+
+    @property
+    def counted_seconds(self) -> float | None:
+        """The time in steps that no later attempt repeats; None where that is not recorded."""
+        if self.began is None or (self.num_lost_steps is not None and self.lost_seconds is None):
+            return None
+        seconds = self.last_written - (self.lost_seconds or 0.0) - self.began
+        kept_until = self.began + seconds
+        blocked = sum(each.blocked_seconds for each in self.costs if each.time <= kept_until)
+        return max(seconds - blocked, 0.0)
 
 
 @dataclass(frozen=True)
@@ -128,6 +142,24 @@ class RunFacts:
         """Why the run is over, or None."""
         manifest = self.newest.manifest if self.newest else None
         return manifest.finished if manifest else None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the directory holds nothing of a run."""
+        return not (self.checkpoints or self.attempts or self.quarantined or self.owner)
+
+    @property
+    def wall_seconds(self) -> float | None:
+        """From the first step on record to the last one; None where the begin is not recorded."""
+        began = self.attempts[0].began if self.attempts else None
+        return None if began is None else max(self.attempts[-1].last_written - began, 0.0)
+
+    @property
+    def goodput(self) -> float | None:
+        """The part of the time that was spent in steps that count; None if it is not recorded."""
+        counted = [each.counted_seconds for each in self.attempts]
+        known = [each for each in counted if each is not None]
+        return sum(known) / self.wall_seconds if self.wall_seconds and known == counted else None
 
 
 def read_run(directory: Path) -> RunFacts:
@@ -245,7 +277,7 @@ def _attempt(
         found = compared(attempt.header, earlier).add_all(records).verdict
         verdict, is_different = str(found), found.word == "different"
     events = attempt.events()
-    times = {each.kind: each.time for each in events}
+    latest = {each.kind: each for each in events}
     lost = None
     if later is not None:
         resumed = later.resumed_step or 0
@@ -261,13 +293,29 @@ def _attempt(
         ),
         verdict=verdict,
         is_different=is_different,
-        began=times.get(BEGIN),
-        last_written=attempt.path.stat().st_mtime,
-        has_closed=END in times if BEGIN in times else None,
+        began=latest[BEGIN].time if BEGIN in latest else None,
+        last_written=latest[END].time if END in latest else attempt.path.stat().st_mtime,
+        has_closed=END in latest if BEGIN in latest else None,
+        ending=_ending(latest),
         costs=tuple(each for each in events if each.kind == SAVED),
         num_lost_steps=lost,
         num_missing_files=num_missing,
     )
+
+
+_ENDINGS: dict[int, str] = {
+    Ending.UNKNOWN: "closed, the reason is not recorded",
+    Ending.FINISHED: "finished",
+    Ending.LEFT: "closed before the end",
+    Ending.ERROR: "exception",
+    **{number: number.name for number in signal.Signals},
+}
+
+
+def _ending(latest: Mapping[int, Event]) -> str:
+    if END in latest:
+        return _ENDINGS.get(latest[END].ending, f"signal {latest[END].ending}")
+    return "not closed: killed, or crashed" if BEGIN in latest else "not recorded"
 
 
 def _lost_seconds(stopped: AttemptFacts, later: Header, costs: Sequence[Event]) -> float | None:

@@ -40,6 +40,15 @@ END = 6  # the process has closed the run; a killed one has no such event
 EVENTS = (BEGIN, SAVED, END)
 
 
+class Ending(IntEnum):
+    """Why a process has closed the run, where that was no signal; those have their numbers."""
+
+    UNKNOWN = 0  # of an older version
+    FINISHED = 100
+    LEFT = 101  # the loop was left before the end of the run
+    ERROR = 102  # an exception
+
+
 class Has(IntEnum):
     """The fields of a record that hold a value; bits, combined as plain integers."""
 
@@ -103,6 +112,7 @@ class Event(NamedTuple):
         time_ns: the Unix time; of a save, when training continued.
         blocked_seconds: how long training stood still for the save.
         background_seconds: how long the last background save before was written while training ran.
+        ending: of the end, an ``Ending`` or the number of a signal.
     """
 
     kind: int
@@ -110,11 +120,14 @@ class Event(NamedTuple):
     time_ns: int
     blocked_seconds: float = 0.0
     background_seconds: float = 0.0
+    ending: int = Ending.UNKNOWN
 
     @classmethod
-    def now(cls, kind: int, step: int, *seconds: float) -> Event:
-        """The event at the present time; of a save with both durations."""
-        return cls(kind, step, time.time_ns(), *seconds)
+    def now(
+        cls, kind: int, step: int, blocked: float = 0.0, background: float = 0.0, ending: int = 0
+    ) -> Event:
+        """The event at the present time; of a save with both durations in seconds."""
+        return cls(kind, step, time.time_ns(), blocked, background, ending)
 
     @property
     def time(self) -> float:
@@ -123,8 +136,8 @@ class Event(NamedTuple):
 
     def to_bytes(self) -> bytes:
         """The event in the bytes of a record."""
-        kind, step, time_ns, *seconds = self
-        body = _BODY.pack(step, time_ns, 0, 0, 0, 0, 0, 0, *seconds, 0, 0, 0, kind)
+        kind, step, time_ns, *seconds, ending = self
+        body = _BODY.pack(step, time_ns, ending, 0, 0, 0, 0, 0, *seconds, 0, 0, 0, kind)
         return body + _CHECKSUM.pack(zlib.crc32(body))
 
 
@@ -260,7 +273,7 @@ class Attempt:
         """
         _, rows = _divided(self.path)
         bodies = valid_bodies(rows[np.isin(rows["kind"], EVENTS)])
-        return [Event(each[-1], *each[:2], *each[8:10]) for each in bodies]
+        return [Event(each[-1], each[0], each[1], each[8], each[9], each[2]) for each in bodies]
 
 
 def latest_steps(records: Iterable[Record]) -> dict[int, Record]:

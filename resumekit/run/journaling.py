@@ -32,6 +32,7 @@ from resumekit.record.journal import (
     LOSS,
     SAVE,
     SAVED,
+    Ending,
     Event,
     Has,
     JournalFile,
@@ -78,6 +79,9 @@ class RunJournal:
         raises: whether a difference ends the run.
         observer: gets the header and each record, and makes the random states be recorded at every
             step.
+
+    Attributes:
+        ending: why the run will have been closed.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class RunJournal:
         self._observer = observer
         self._random_every = RANDOM_EVERY if observer is None else 1
         self._file: JournalFile | None = None
+        self.ending: int = Ending.LEFT
         self.is_new = True  # ``open`` has not been called yet
         self._comparison: Comparison | None = None  # of an attempt that has resumed
         self._is_decided = False  # the verdict was logged
@@ -279,7 +284,7 @@ class RunJournal:
 
     def note_save(self, step: int, *, blocked_seconds: float, background_seconds: float) -> None:
         """Records what the save at a step has cost this rank."""
-        self._write_event(SAVED, step, blocked_seconds, background_seconds)
+        self._write_event(Event.now(SAVED, step, blocked_seconds, background_seconds))
 
     def close(self) -> None:
         """Records what devices have still to deliver, logs the verdict, and closes the file."""
@@ -287,8 +292,16 @@ class RunJournal:
             for each in self._late:
                 each.wait()
             self._write(self._late_records(), may_raise=False)
-            self._write_event(END, self._last_step)
             self._log_verdict()
+        self.write_end()
+
+    def fail(self) -> None:
+        """An exception ends the process."""
+        self.ending = Ending.ERROR
+
+    def write_end(self) -> None:
+        """Records that the process ends, and why, and closes the file."""
+        self._write_event(Event.now(END, self._last_step, ending=self.ending))
         self._end()
 
     def _end(self) -> None:
@@ -311,10 +324,10 @@ class RunJournal:
             for record in records:
                 self._compare(self._comparison, record, may_raise=may_raise)
 
-    def _write_event(self, kind: int, step: int, *seconds: float) -> None:
+    def _write_event(self, event: Event) -> None:
         if self._file is not None:
             try:
-                self._file.append(Event.now(kind, step, *seconds).to_bytes())
+                self._file.append(event.to_bytes())
             except OSError as error:
                 self._switch_off(error)
 

@@ -10,6 +10,7 @@ from weakref import WeakSet
 from resumekit.data.position import Feed
 from resumekit.data.source import Source
 from resumekit.errors import LoopError, Preempted
+from resumekit.record.journal import Ending
 from resumekit.record.trace import rng_digests
 from resumekit.run.discovery import Discovery
 from resumekit.run.due_saves import NOTHING, DueSaves, Requests
@@ -205,6 +206,7 @@ class Loop:
         self.saves.forget()
         self.in_step = False
         self._stop_reason = None
+        self.run.journal.fail()
         self.release()
 
     # ---------------------------------------------------------------- what an adapter may override
@@ -507,6 +509,7 @@ class Loop:
             self._warn_of_metric()
             end_resume(self.run)
             counters.finished = finished
+            self.run.journal.ending = Ending.FINISHED
             saves.is_ending = True
             saves.make()
             self.run.finish_copies()
@@ -545,6 +548,7 @@ class Loop:
         if step is None:
             then = "nothing is saved; the same command starts fresh"
         self.run.reporter.log(f"{Signals(signal_number).name}: {then}")
+        self.run.journal.ending = signal_number
         self.release()
         raise Preempted(signal_number, step or 0)
 
