@@ -27,13 +27,13 @@ class PrunedCheckpoint:
         name: of it.
         freed_bytes: that no file needs any more.
         weights: the name of the checkpoint with its weights; None where it was removed.
-        problem: why it stays as it is; empty otherwise.
+        problem: why it stays as it is; None otherwise.
     """
 
-    name: StepName
+    name: str
     freed_bytes: int
-    weights: StepName | None = None
-    problem: str = ""
+    weights: str | None = None
+    problem: str | None = None
 
 
 def prune_run(
@@ -71,7 +71,7 @@ def prune_run(
                 reduced[name] = reader
     removed.sort()
     sizes = freed_bytes(store.directory, [store.open_step(name).manifest for name in removed])
-    done = [PrunedCheckpoint(name, sizes[name]) for name in removed]
+    done = [PrunedCheckpoint(str(name), sizes[name]) for name in removed]
     if not dry_run:
         store.delete(removed)
     return latest, done + [_reduce(store, each, dry_run=dry_run) for each in reduced.values()]
@@ -113,5 +113,5 @@ def _reduce(store: Store, source: StepReader, *, dry_run: bool) -> PrunedCheckpo
             )
             store.delete([name])
     except (CheckpointError, ConfigurationError) as error:
-        return PrunedCheckpoint(name, 0, problem=str(error))
-    return PrunedCheckpoint(name, freed, weights=kept.name)
+        return PrunedCheckpoint(str(name), 0, problem=str(error))
+    return PrunedCheckpoint(str(name), freed, weights=str(kept.name))

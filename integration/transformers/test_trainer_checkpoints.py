@@ -237,7 +237,7 @@ def test_a_comparison_of_two_runs_leaves_out_times_and_no_metrics(
     stores = [Store(tmp_path / name / "run") for name in ("a", "b")]
     found = compare_checkpoints(*(store.open_step(StepName(12)) for store in stores))
     assert found.is_equal == (num_evaluated == NUM_BLOCKS), found.verdict
-    assert found.verdict.endswith("; 6 times in logs are not compared")
+    assert found.verdict.endswith("; not compared: 6 times")
     differing = [each for each in found.components if not each.is_equal]
     names = [value.name for each in differing for value in each.values]
     assert all(name.endswith("].eval_loss") for name in names), names

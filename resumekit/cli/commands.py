@@ -1,12 +1,14 @@
 """The commands and their options.
 
 Exit codes: 0 success, 1 a negative result (a run that diverged, a damaged checkpoint), 2 an error,
-printed as one line. Each command imports what it needs, so ``--help`` does not load torch.
+printed as one line, 141 a closed pipe. Each command imports what it needs, so ``--help`` does not
+load torch.
 """
 
 from __future__ import annotations
 
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +36,7 @@ from resumekit.version import __version__
 
 EXIT_NO = 1
 EXIT_ERROR = 2
+EXIT_PIPE = 128 + signal.SIGPIPE
 DEBUG_OPTION = "--debug"
 
 app = typer.Typer(
@@ -67,6 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     before_command = words[: words.index("--")] if "--" in words else words
     try:
         app(words)
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # rich and typer exit with 1 then
+            raise SystemExit(EXIT_PIPE) from None
+        raise
     except Exception as error:  # the edge of the program: a line for the user, no traceback
         if DEBUG_OPTION in before_command:
             raise
@@ -246,11 +253,11 @@ def inspect(
 
 
 @app.command()
-def verify(directory: Directory, step: OneStep = None) -> None:
+def verify(directory: Directory, step: OneStep = None, as_json: AsJson = False) -> None:
     """Read every byte of every checkpoint and compare it with its digest. Changes nothing."""
     from resumekit.cli.views import verify_directory
 
-    if not verify_directory(existing(directory), step=step):
+    if not verify_directory(existing(directory), step=step, as_json=as_json):
         raise typer.Exit(EXIT_NO)
 
 

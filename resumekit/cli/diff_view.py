@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from resumekit.cli.output_files import require_file_path, write_file
-from resumekit.cli.terminal import console, new_table, plain, print_json
+from resumekit.cli.terminal import console, new_table, plain, print_json, print_table
 from resumekit.cli.views import again_if_deleted, is_step, reader_at
 from resumekit.diff import (
     CheckpointDifference,
@@ -77,13 +77,15 @@ def _print(terminal: Console, found: CheckpointDifference, max_rows: int | None)
         terminal.print(plain(f"  {letter}  {side}"), soft_wrap=True)
     if found.prefix_note:
         terminal.print(plain(f"  {found.prefix_note}"), soft_wrap=True)
-    _print_table(terminal, found.components)
+    _print_table(found.components)
     for component in found.components:
         if not component.is_equal and component.only_in is None:
             _print_component(terminal, component, max_rows)
+    for component in found.components:
+        _print_names(terminal, f"times of {component.key}, not compared", component.from_clock)
     if found.settings:
         terminal.print(f"\nsettings of the runs ({len(found.settings)} differ)", style="bold")
-        _print_table(terminal, found.settings[:max_rows])
+        _print_table(found.settings[:max_rows])
         _print_rest(terminal, len(found.settings), max_rows, "values")
 
 
@@ -93,24 +95,30 @@ def _print_component(
     terminal.print()
     terminal.print(plain(component.key, style="bold"))
     if component.tensors:
-        _print_table(terminal, component.tensors[:max_rows])
+        _print_table(component.tensors[:max_rows])
         _print_rest(terminal, len(component.tensors), max_rows, "tensors")
     if component.values:
-        _print_table(terminal, component.values[:max_rows])
+        _print_table(component.values[:max_rows])
         _print_rest(terminal, len(component.values), max_rows, "values")
     for letter, names in (("A", component.only_first), ("B", component.only_second)):
-        if names:
-            shown = names if max_rows is None else names[:_MAX_NAMES]
-            more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
-            terminal.print(plain(f"only in {letter}: {', '.join(shown)}{more}"), soft_wrap=True)
+        _print_names(terminal, f"only in {letter}", names, all_names=max_rows is None)
 
 
-def _print_table(terminal: Console, differences: Sequence[_Difference]) -> None:
+def _print_names(
+    terminal: Console, what: str, names: Sequence[str], *, all_names: bool = False
+) -> None:
+    shown = names if all_names else names[:_MAX_NAMES]
+    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+    if names:
+        terminal.print(plain(f"{what}: {', '.join(shown)}{more}"), soft_wrap=True)
+
+
+def _print_table(differences: Sequence[_Difference]) -> None:
     table = new_table(*differences[0].COLUMNS)
     for each in differences:
         is_bold = isinstance(each, ComponentDifference) and each.row[1] == "differs"
         table.add_row(*map(plain, each.row), style="bold" if is_bold else None)
-    terminal.print(table)
+    print_table(table)
 
 
 def _print_rest(terminal: Console, count: int, max_rows: int | None, what: str) -> None:

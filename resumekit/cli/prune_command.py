@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from datetime import datetime, timedelta, timezone
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -73,22 +74,14 @@ def prune(
         store.release()
     freed = sum(each.freed_bytes for each in done)
     if as_json:
-        rows = [
-            {
-                "name": str(each.name),
-                "freed_bytes": each.freed_bytes,
-                "weights": None if each.weights is None else str(each.weights),
-                "problem": each.problem or None,
-            }
-            for each in done
-        ]
         found = {"dry_run": dry_run, "newest": str(newest), "freed_bytes": freed}
+        rows = [asdict(each) for each in done]
         print_json({"directory": str(directory), **found, "checkpoints": rows})
     else:
         would = "would be " if dry_run else ""
         for each in done:
             what = f"{would}removed"
-            if each.problem or each.weights is not None:
+            if each.problem or each.weights:
                 what = each.problem or f"{would}kept as weights only: {each.weights}"
             print_line(f"{each.name}  {what}  {human_bytes(each.freed_bytes)}")
         num_whole = len(names) - sum(not each.problem for each in done)
@@ -110,14 +103,5 @@ def _older_than(bound: str | None) -> Callable[[Manifest], bool]:
     seconds = 86_400.0 * int(days) if days.isdecimal() else seconds_of(bound)
     if not seconds:
         raise ConfigurationError(_BEFORE, found=bound, expected="a step, or an age such as 30d")
-    limit = datetime.now(timezone.utc) - timedelta(seconds=seconds)
-    return lambda manifest: _created(manifest) < limit
-
-
-def _created(manifest: Manifest) -> datetime:
-    """When a checkpoint was made; now, where its manifest has no such time."""
-    try:
-        created = datetime.fromisoformat(manifest.created)
-    except ValueError:
-        return datetime.now(timezone.utc)
-    return created if created.tzinfo else created.replace(tzinfo=timezone.utc)
+    limit = time.time() - seconds
+    return lambda manifest: (manifest.created_seconds or limit) < limit

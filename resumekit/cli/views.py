@@ -12,7 +12,15 @@ from typing import Any, TypeAlias, TypeVar
 
 from rich.table import Table
 
-from resumekit.cli.terminal import console, filled, new_table, plain, print_json, print_line
+from resumekit.cli.terminal import (
+    console,
+    filled,
+    new_table,
+    plain,
+    print_json,
+    print_line,
+    print_table,
+)
 from resumekit.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -23,7 +31,7 @@ from resumekit.log import show_messages
 from resumekit.places.copies import copies_by_name
 from resumekit.progress_display import human_bytes, show_progress
 from resumekit.shared_files import shared_bytes
-from resumekit.storage.directories import StepName
+from resumekit.storage.directories import OWNER, StepName, name_few
 from resumekit.storage.manifest import ForkOrigin, Manifest, StepReader, is_pruned, lineage_of
 from resumekit.storage.store import Store
 
@@ -47,7 +55,10 @@ def list_directory(directory: Path, *, as_json: bool, places: Sequence[str] = ()
         CheckpointNotFoundError: there is none.
         PlaceError: a place does not answer.
     """
-    copies = copies_by_name(places, Store(directory))
+    copies, runs = copies_by_name(places, Store(directory)), _runs_in(directory)
+    if runs and not copies:
+        _list_runs(runs, as_json=as_json)
+        return True
     rows = again_if_deleted(lambda: _rows(directory, copies))
     all_good = all(manifest is not None or state == _ELSEWHERE for _, manifest, state in rows)
     shared = shared_bytes(directory, (manifest for _, manifest, _ in rows if manifest))
@@ -65,11 +76,31 @@ def list_directory(directory: Path, *, as_json: bool, places: Sequence[str] = ()
         cells = [str(name), *_middle(manifest, shared.get(name, 0)), state]
         cells += [", ".join(copies.get(name, []))] if places else []
         table.add_row(*map(plain, cells))
-    console().print(table)
+    print_table(table)
     newest = next((manifest for _, manifest, _ in rows if manifest is not None), None)
     for origin in () if newest is None else lineage_of(newest)[-_MAX_FORKS:]:
         print_line(f"forked from {_lineage_line(origin)}")
     return all_good
+
+
+def _runs_in(directory: Path) -> list[Path]:
+    """The run directories in a directory that is none itself, by name."""
+    if (directory / OWNER).exists() or Store(directory).step_names():
+        return []
+    return sorted(each for each in directory.iterdir() if (each / OWNER).is_file())
+
+
+def _list_runs(runs: Sequence[Path], *, as_json: bool) -> None:
+    rows = []
+    for run in runs:
+        names = [*map(str, Store(run).step_names())]
+        newest = names[0] if names else None
+        rows.append({"run": str(run), "num_checkpoints": len(names), "newest": newest})
+    if as_json:
+        print_json(rows)
+    else:
+        cells = [[str(cell or "-") for cell in row.values()] for row in rows]
+        print_table(filled(new_table("run", "checkpoints", "newest"), cells))
 
 
 def inspect_checkpoint(path: Path, *, as_json: bool) -> None:
@@ -88,15 +119,15 @@ def inspect_checkpoint(path: Path, *, as_json: bool) -> None:
         print_json(json.loads(manifest.to_bytes()))
         return
     terminal = console()
-    terminal.print(_facts(str(reader.name), manifest))
+    print_table(_facts(str(reader.name), manifest))
     terminal.print("\ncomponents", style="bold")
-    terminal.print(_component_table(manifest))
+    print_table(_component_table(manifest))
     terminal.print("\nfiles", style="bold")
-    terminal.print(_file_table(manifest))
+    print_table(_file_table(manifest))
     for title, values in (("written by", manifest.fingerprint), ("details", manifest.details)):
         if values:
             terminal.print(f"\n{title}", style="bold")
-            terminal.print(_value_table(values))
+            print_table(_value_table(values))
 
 
 def export_checkpoint(path: Path, out: Path, **options: Any) -> None:
@@ -141,7 +172,7 @@ def fork_run(path: Path, directory: Path, *, step: str | None, only_weights: boo
     print_line(f"{made}: {origin}; run the same command with {directory}")
 
 
-def verify_directory(directory: Path, *, step: str | None) -> bool:
+def verify_directory(directory: Path, *, step: str | None, as_json: bool) -> bool:
     """Compares every byte with the digests of the manifest; prints one line a checkpoint.
 
     Nothing is moved or changed: the next resume quarantines a checkpoint that fails here.
@@ -149,6 +180,7 @@ def verify_directory(directory: Path, *, step: str | None) -> bool:
     Args:
         directory: the run directory.
         step: only this checkpoint.
+        as_json: print JSON at the end.
 
     Returns:
         Whether all of them are intact.
@@ -158,16 +190,20 @@ def verify_directory(directory: Path, *, step: str | None) -> bool:
     """
     show_messages()
 
-    def verify() -> list[bool]:
-        store = Store(directory)
-        return _of_those_left(names_of(store, step), lambda name: _is_intact(store, name))
+    def verify() -> list[dict[str, Any]]:
+        store, show = Store(directory), (lambda _: None) if as_json else print_line
+        return _of_those_left(names_of(store, step), lambda name: _verified(store, name, show))
 
-    return all(again_if_deleted(verify, named=step is not None))
+    rows = again_if_deleted(verify, named=step is not None)
+    if as_json:
+        print_json(rows)
+    return all(row["is_intact"] for row in rows)
 
 
-def _is_intact(store: Store, name: StepName) -> bool:
-    """Reads a checkpoint, and prints the line about it."""
+def _verified(store: Store, name: StepName, show: Callable[[str], None]) -> dict[str, Any]:
+    """Reads a checkpoint, and shows the line about it."""
     started = time.perf_counter()
+    row = {"name": str(name), "step": name.step, "revision": name.revision}
     try:
         reader = store.open_step(name)
         what = f"verifying {store.directory / str(name)}"
@@ -176,12 +212,13 @@ def _is_intact(store: Store, name: StepName) -> bool:
     except CheckpointNotFoundError:
         raise
     except CheckpointError as error:
-        print_line(f"{name}  {_state_of(error)}")
-        return False
-    files = reader.manifest.files
-    size, seconds = size_of(reader.manifest), time.perf_counter() - started
-    print_line(f"{name}  ok  {len(files)} files, {human_bytes(size)}, {seconds:.2f} s")
-    return True
+        show(f"{name}  {_state_of(error)}")
+        return {**row, "is_intact": False, "state": _state_of(error)}
+    num_files, size = len(reader.manifest.files), size_of(reader.manifest)
+    seconds = time.perf_counter() - started
+    show(f"{name}  ok  {num_files} files, {human_bytes(size)}, {seconds:.2f} s")
+    counts = {"num_files": num_files, "num_bytes": size, "seconds": seconds}
+    return {**row, "is_intact": True, "state": "ok", **counts}
 
 
 # ---------------------------------------------------------------- a run that deletes meanwhile
@@ -240,6 +277,8 @@ def names_of(store: Store, step: str | None = None) -> list[StepName]:
         names = [name for name in names if step in (str(name), str(name.step))]
     if not names:
         what = "no checkpoint" if step is None else f"no checkpoint {step}"
+        runs = name_few([run.name for run in _runs_in(store.directory)])
+        what += f", but the runs {runs}" if runs else ""
         raise CheckpointNotFoundError(str(store.directory), found=what)
     return names
 

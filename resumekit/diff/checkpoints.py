@@ -98,6 +98,7 @@ def short_text(leaf: Any) -> str:
 
 # ---------------------------------------------------------------- components
 
+_YEAR_SECONDS = 366 * 86_400
 # Of the component ``variables``: the lines and constants of the script, which are no state.
 _OF_SCRIPT = "script."
 _INDEX = re.compile(r"(\[\d+\])+$")
@@ -127,6 +128,12 @@ class Side:
         is_of_framework = self.record.key in self.step.manifest.details.get("frameworks", {})
         return is_of_framework and _INDEX.sub("", name).endswith(CLOCK_SUFFIXES)
 
+    def is_time(self, leaf: Any) -> bool:
+        """Whether a value is a Unix time of the year before the checkpoint, as ``time.time()``."""
+        created = self.step.manifest.created_seconds
+        is_fraction = type(leaf) is float and leaf % 1 > 0
+        return is_fraction and created is not None and -1 <= created - leaf < _YEAR_SECONDS
+
     def _state(self, writer: int) -> StoredState:
         source = StoredSource.of_record(
             self.step, self.record, None if self.record.is_of_job else writer
@@ -153,8 +160,13 @@ def compare_component(first: Side, second: Side) -> ComponentDifference:
         StateMismatchError: groups of ranks have different values under one name.
     """
     every = first.leaves(second.writers), second.leaves(first.writers)
+    clock = {
+        name: leaf
+        for name, leaf in every[0].items()
+        if first.is_from_clock(name) or (first.is_time(leaf) and second.is_time(every[1].get(name)))
+    }
     mine, theirs = (
-        {name: leaf for name, leaf in leaves.items() if not side.is_from_clock(name)}
+        {k: v for k, v in leaves.items() if k not in clock and not side.is_from_clock(k)}
         for side, leaves in zip((first, second), every, strict=True)
     )
     common = [name for name in mine if name in theirs]
@@ -168,7 +180,7 @@ def compare_component(first: Side, second: Side) -> ComponentDifference:
         first.record.key,
         num_tensors=len(pairs),
         num_values=len(values),
-        num_from_clock=len(every[0]) - len(mine),
+        from_clock=tuple(clock),
         tensors=tuple(compare_tensors(pairs)),
         values=tuple(compare_values(mine, theirs)),
         only_first=tuple(_without_partner(first, second, mine, theirs)),

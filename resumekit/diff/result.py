@@ -116,7 +116,7 @@ class ComponentDifference:
         only_in: ``"first"`` or ``"second"``; None where both have it.
         num_tensors: compared.
         num_values: compared.
-        num_from_clock: values of the first checkpoint that were read from a clock; not compared.
+        from_clock: names of values that were read from a clock; not compared.
         tensors: those that differ, the largest difference first.
         values: those that differ.
         only_first: names without a partner in the second checkpoint.
@@ -131,7 +131,7 @@ class ComponentDifference:
     only_in: str | None = None
     num_tensors: int = 0
     num_values: int = 0
-    num_from_clock: int = 0
+    from_clock: tuple[str, ...] = ()
     tensors: tuple[TensorDifference, ...] = ()
     values: tuple[ValueDifference, ...] = ()
     only_first: tuple[str, ...] = ()
@@ -208,8 +208,8 @@ class CheckpointDifference:
         keys = [component.key for component in self.components if not component.is_equal]
         num_tensors = sum(component.num_tensors for component in self.components)
         num_values = sum(component.num_values for component in self.components)
-        num_from_clock = sum(component.num_from_clock for component in self.components)
-        left_out = f"; {num_from_clock} times in logs are not compared" if num_from_clock else ""
+        num_times = sum(len(component.from_clock) for component in self.components)
+        left_out = f"; not compared: {num_times} time{'s' * (num_times > 1)}" if num_times else ""
         if not keys:
             equal = f"{num_tensors} tensors and {num_values} other values, bit for bit"
             return f"EQUAL: {equal}{left_out}"

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,14 @@ class Manifest:
     def name(self) -> StepName:
         """The name of the step directory that this manifest belongs to."""
         return StepName(self.step, self.revision)
+
+    @property
+    def created_seconds(self) -> float | None:
+        """When it was created, as Unix time; None where ``created`` is no such time."""
+        try:
+            return datetime.fromisoformat(self.created).timestamp()
+        except (ValueError, OverflowError):
+            return None
 
     @property
     def models(self) -> tuple[ComponentRecord, ...]:

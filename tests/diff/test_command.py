@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,12 @@ def diff(*arguments: object) -> int:
     return ended.value.code
 
 
-def train(directory: Path, name: str, value: float) -> None:
+def train(directory: Path, name: str, bias: float, **values: float) -> None:
     """Two steps; the second one sets the bias and adds a name."""
     torch.manual_seed(0)
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    extras: dict[str, Any] = {"seen": 0}
+    extras: dict[str, Any] = {"seen": 0, **values}
     loader: DataLoader[Any] = DataLoader(TensorDataset(torch.arange(2)))
     with Checkpointer(
         directory, model=model, optimizer=optimizer, extras=extras, save_every=1
@@ -34,7 +35,7 @@ def train(directory: Path, name: str, value: float) -> None:
         for batch in checkpointer.batches(loader, epochs=1):
             extras["seen"] += 1
             if batch[0].item() == 1:
-                torch.nn.init.constant_(model.bias, value)
+                torch.nn.init.constant_(model.bias, bias)
                 extras[name] = 1
             checkpointer.step()
 
@@ -66,6 +67,33 @@ def test_equal_ones_by_step_and_by_path(
     assert capsys.readouterr().out.startswith("EQUAL: ")
     assert diff(*(run / "step-00000001" for run in runs)) == 0
     assert diff(runs[0] / "step-00000001", runs[0]) == 1
+
+
+def test_times_are_named_apart_and_do_not_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = time.time() + 0.125
+    runs = [tmp_path / name for name in "ab"]
+    for run, began, limit in zip(runs, (now - 5000.5, now - 40.25), (1.5, 1.5), strict=True):
+        train(run, "limit", 0.0, began=began, limit=limit)
+    assert diff(*runs) == 0
+    out = capsys.readouterr().out
+    assert "; not compared: 1 time" in out.splitlines()[0]
+    assert "times of extras, not compared: values.began" in out
+    diff(*runs, "--json")
+    found = {each["key"]: each for each in json.loads(capsys.readouterr().out)["components"]}
+    assert found["extras"]["from_clock"] == ["values.began"]
+
+
+@pytest.mark.parametrize("values", [(1.5, 2.5), (1.2e9 + 0.5, 1.3e9 + 0.5), (None, 0.5)])
+def test_values_that_are_no_times_count(
+    tmp_path: Path, values: tuple[float | None, float | None]
+) -> None:
+    runs = [tmp_path / name for name in "ab"]
+    now = time.time()
+    for run, value in zip(runs, values, strict=True):
+        train(run, "limit", 0.0, value=now - 0.125 if value is None else value)
+    assert diff(*runs) == 1
 
 
 def test_one_component(runs: tuple[Path, Path]) -> None:

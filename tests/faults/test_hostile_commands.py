@@ -88,6 +88,8 @@ def _commands(run: Path, good: Path, step: str, output: Path) -> Iterator[list[o
     yield ["export", run, exported]
     yield ["diff", run, good]
     yield ["report", run, "-o", output / "page.html"]
+    yield ["history", run]
+    yield ["prune", run, "--keep-latest", 1, "--dry-run"]
 
 
 @pytest.fixture(scope="module")

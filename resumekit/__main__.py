@@ -1,0 +1,5 @@
+"""``python -m resumekit``."""
+
+from resumekit.cli import main
+
+main()
