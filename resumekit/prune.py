@@ -10,7 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from resumekit.errors import CheckpointError, ConfigurationError, NoUsableCheckpointError
+from resumekit.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    NoUsableCheckpointError,
+)
 from resumekit.fork import files_of, model_records
 from resumekit.shared_files import freed_bytes
 from resumekit.storage.directories import StepName
@@ -56,6 +61,7 @@ def prune_run(
 
     Raises:
         NoUsableCheckpointError: no checkpoint verifies; nothing was changed.
+        CheckpointNotFoundError: a live run has deleted one meanwhile; only of a dry run.
         ResumekitError: something could not be written or removed; all that stays is untouched.
     """
     latest = _newest_good(store)
@@ -85,6 +91,8 @@ def _newest_good(store: Store) -> StepName:
             if not is_pruned(reader.manifest):
                 reader.verify()
                 return name
+        except CheckpointNotFoundError:  # a live run, which a dry run reads, has deleted it
+            raise
         except CheckpointError as error:
             problems.append(str(error).rstrip("."))
     raise NoUsableCheckpointError(

@@ -107,7 +107,7 @@ def _notes(facts: RunFacts) -> list[str]:
     notes = [f"attempts without a record: {', '.join(map(str, gaps))}"] if gaps else []
     owner = facts.owner
     if owner is not None and owner.attempt not in {each.header.attempt for each in attempts}:
-        notes.append(f"the newest attempt ({owner}) has no step on record")
+        notes.append(f"the last use of the directory ({owner}) has no step on record")
     if attempts and facts.goodput is None:
         notes.append("goodput: not known, begin or end of an attempt is not recorded")
     return notes + [f"not read: {problem}" for problem in facts.problems]

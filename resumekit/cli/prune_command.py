@@ -50,7 +50,7 @@ def prune(
     Exit code 1 if one stays because its weights are damaged.
     """
     from resumekit.cli.terminal import print_json, print_line
-    from resumekit.cli.views import names_of
+    from resumekit.cli.views import again_if_deleted, names_of
     from resumekit.log import show_messages
     from resumekit.progress_display import human_bytes
     from resumekit.prune import prune_run
@@ -62,14 +62,16 @@ def prune(
     policy = RetentionPolicy(keep_latest or 1, keep_best or 1, keep_every) if any(counts) else None
     if policy is None and weights_only_before is None:
         expected = f"--keep-latest, --keep-best, --keep-every or {_BEFORE}"
-        raise ConfigurationError("prune", found="nothing to keep", expected=expected)
+        raise ConfigurationError("prune", found="no option says what to keep", expected=expected)
     reduces = _older_than(weights_only_before)
     store = Store(existing(directory))
     names = names_of(store)
     if not dry_run:
         store.acquire()
     try:
-        newest, done = prune_run(store, policy, reduces=reduces, dry_run=dry_run)
+        newest, done = again_if_deleted(
+            lambda: prune_run(store, policy, reduces=reduces, dry_run=dry_run), named=not dry_run
+        )
     finally:
         store.release()
     freed = sum(each.freed_bytes for each in done)

@@ -80,6 +80,7 @@ def test_no_command_reports_damage_or_fails(run: Path, command: Command, tmp_pat
             ["export", run, file],
             ["report", run, "-o", tmp_path / "page.html"],
             ["history", run],
+            ["prune", run, "--keep-latest", 1, "--dry-run"],
         ):
             code, out, err = command(*words)
             assert (code, err) == (0, ""), (words, code, out, err)

@@ -235,7 +235,7 @@ BUDGET: dict[str, int] = {
     # 5: one state of those that groups of ranks wrote, which diff had
     "capture": 6_930,
     "data": 4_310,  # 100: the types of saved positions
-    "record": 1_455,
+    "record": 1_460,
     # 120: the check of what states hold; 50: full disks; 80: places; 135: copies in memory
     "run": 6_445,
     "__main__": 5,
@@ -246,7 +246,7 @@ BUDGET: dict[str, int] = {
     "dcp": 700,  # 350: the writer
     "fork": 140,
     "shared_files": 35,  # 15: what a deletion frees
-    "prune": 80,
+    "prune": 85,
     "replay": 600,  # 20: to which step each thing was compared
     "frameworks": 780,  # 10: the types of saved counts
     "launcher": 240,  # has the one starter of processes; 10: what a parent's end hides
@@ -261,7 +261,7 @@ BUDGET: dict[str, int] = {
     "html_report": 1_050,  # 30: why an attempt ended, goodput
     # 50: checkpoints that a live run deletes meanwhile; 80: mirror, fetch, copies; 30: exports;
     # 95: prune; 85: history; 65: unbroken names, runs of a parent, JSON of verify
-    "cli": 1_155,
+    "cli": 1_160,
     "__init__": 50,
 }
 
