@@ -305,8 +305,7 @@ class Store:
                 raise
             except CheckpointError as error:
                 rejected.append(error)
-        if rejected:
-            found = "; ".join(map(str, rejected))
+        if found := "; ".join(map(str, rejected)):
             raise NoUsableCheckpointError(str(self.directory), found=found)
         raise CheckpointNotFoundError(str(self.directory), found="no checkpoint")
 
@@ -507,10 +506,6 @@ class Store:
             assert self._pins[name] > 0, f"{name} is not pinned"
             self._pins -= Counter([name])  # drops names without a pin
 
-    def _pinned(self) -> set[StepName]:
-        with self._pins_change:
-            return set(self._pins)
-
     def retain(self, policy: RetentionPolicy) -> list[StepName]:
         """The checkpoints that were deleted under the policy, oldest first. Rank 0 only.
 
@@ -532,18 +527,16 @@ class Store:
             return deletions
 
     def unneeded(self, policy: RetentionPolicy, *, latest: StepName) -> list[StepName]:
-        """The checkpoints that the policy does not keep, oldest first; deletes nothing.
+        """The checkpoints that the policy does not keep, oldest first, without ``latest``.
 
-        All are verified and of this run, and none is pinned.
-
-        Args:
-            policy: what is kept.
-            latest: a checkpoint that is kept in any case.
+        All are verified and of this run, and none is pinned. Deletes nothing.
 
         Raises:
             DirectoryError: the run directory cannot be listed.
         """
-        kept, names = {latest, *self._pinned()}, self.step_names()
+        names = self.step_names()
+        with self._pins_change:
+            kept = {latest, *self._pins}
         if not may_delete(names, policy) - kept:
             return []
         return sorted(select_deletions(self._list_verified(names), policy) - kept)
@@ -564,31 +557,16 @@ class Store:
             self._trash.empty()
 
     def prune(self, policy: RetentionPolicy, *, latest: StepName) -> StepName | None:
-        """The oldest checkpoint that is not needed, deleted with its bytes. Rank 0 only.
+        """The oldest checkpoint that is not needed, deleted with its bytes; None where all are.
 
-        The newest and the best stay, those that the policy keeps for ever, and those that are
-        pinned. Only verified checkpoints of this run are ever deleted. Allowed before the first
-        commit of this attempt: ``acquire`` has synced the names of what earlier ones committed.
-
-        Args:
-            policy: of the run; its ``keep_latest`` does not matter.
-            latest: a checkpoint that this attempt has committed, or has read whole; it stays.
-
-        Returns:
-            The name; None where all are needed.
-
-        Raises:
-            OwnershipLostError: another attempt has taken the directory over.
-            SaveError: it could not be removed; all checkpoints that stay are untouched.
+        The newest and the best stay, and those that the policy keeps for ever. Allowed before the
+        first commit of this attempt: ``acquire`` has synced the names of what earlier ones
+        committed. See ``unneeded`` and ``delete``.
         """
-        owner = self._require_owner()
         least = replace(policy, keep_latest=1, keep_best=max(policy.keep_best, 1))
-        with self._one_thread:
-            oldest = next(iter(self.unneeded(least, latest=latest)), None)
-            if oldest is not None:
-                self._delete([oldest], owner)
-                self._trash.empty()
-            return oldest
+        oldest = self.unneeded(least, latest=latest)[:1]
+        self.delete(oldest)
+        return oldest[0] if oldest else None
 
     def _delete(self, names: Sequence[StepName], owner: Owner) -> None:
         """Renames checkpoints away, which are verified."""
