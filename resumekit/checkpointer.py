@@ -181,7 +181,7 @@ class Checkpointer:
             ConfigurationError: another loader of this name is in the middle of an epoch.
             DataPositionError: the loader does not fit the position in the checkpoint.
         """
-        self._loop.check_loader(loader, name)
+        loader = self._loop.whole_loader(loader, name)
         if (epochs is not None) + (steps is not None) + repeat > 1:
             raise TypeError("batches() takes one of epochs=, steps= and repeat=True")
         if epochs is None and steps is None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from resumekit import Checkpointer as _Checkpointer
 from resumekit.adapters.accelerate._private import LOADERS, accelerator_faults
-from resumekit.adapters.accelerate.loaders import check_prepared
+from resumekit.adapters.accelerate.loaders import prepared_loader
 from resumekit.adapters.accelerate.prepared import PreparedObjects
 from resumekit.adapters.accelerate.save_state import SavedStates
 from resumekit.errors import ConfigurationError
@@ -145,9 +145,9 @@ class PreparedLoop(Loop):
         super().__init__(run)
         self._accelerator = accelerator
 
-    def check_loader(self, loader: Any, name: str | None) -> None:
+    def whole_loader(self, loader: Any, name: str | None) -> Any:
         warns = self._accelerator.is_main_process
-        check_prepared(loader, name, prepared=LOADERS.of(self._accelerator), warns=warns)
+        return prepared_loader(loader, name, prepared=LOADERS.of(self._accelerator), warns=warns)
 
     def at_step_boundary(self) -> bool:
         """Not inside an accumulation window."""

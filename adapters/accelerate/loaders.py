@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypedDict
 
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from resumekit.adapters.accelerate._private import ITERATION
 from resumekit.capture.rng import GeneratorState, generator_state, set_generator_state
 from resumekit.data.loader_traits import LoaderTraits, is_seeded_by_epoch
-from resumekit.data.position import DEFAULT_NAME
+from resumekit.data.position import DEFAULT_NAME, PASS_WHOLE_LOADER, SkippedLoader
 from resumekit.data.source import Source
 from resumekit.errors import ConfigurationError
 from resumekit.log import logger
@@ -19,12 +19,12 @@ from resumekit.state import AfterRng, Checked, Count, Resplit, Slot, WorldChange
 KEY = f"{Slot.CALLBACKS.value}/loaders"
 
 
-def check_prepared(
+def prepared_loader(
     loader: Any, name: str | None, *, prepared: Collection[Any], warns: bool
-) -> None:
-    """Raises ConfigurationError unless a loop can draw from this loader.
+) -> Any:
+    """The loader that a loop draws from; where the script skips batches of it, with their number.
 
-    Warns where the loader was not prepared.
+    Warns where it was not prepared.
 
     Args:
         loader: a loader, or a dict of loaders.
@@ -33,36 +33,49 @@ def check_prepared(
         warns: whether this rank does.
 
     Raises:
-        ConfigurationError: it comes from ``skip_first_batches``.
+        ConfigurationError: it skips batches of a loader that is not known.
     """
     if isinstance(loader, Mapping):
-        for key, each in loader.items():
-            check_prepared(each, key, prepared=prepared, warns=warns)
-        return
+        return {
+            key: prepared_loader(each, key, prepared=prepared, warns=warns)
+            for key, each in loader.items()
+        }
     name = DEFAULT_NAME if name is None else name
-    if _is_skipped(loader):
-        raise ConfigurationError(
-            f"batches(name={name!r})",
-            found="a loader from skip_first_batches()",
-            expected="the prepared loader itself",
-            remedy="Remove skip_first_batches(): batches() continues at the next unseen batch",
-        )
     is_known = any(loader is each for each in prepared)
+    origin, num_skipped = _origin_of(loader)
+    if num_skipped is not None and (num_skipped or not is_known):
+        whole = [each for each in prepared if _origin_of(each) == (origin, 0)]
+        if len(whole) != 1:
+            raise ConfigurationError(
+                f"batches(name={name!r})",
+                found=f"a loader from skip_first_batches() that fits {len(whole)} prepared ones",
+                expected="one of a prepared loader",
+                remedy=PASS_WHOLE_LOADER,
+            )
+        return SkippedLoader(whole[0], num_skipped)
     if warns and isinstance(loader, DataLoader) and not is_known:
         logger.warning(
             "batches(name=%r): the loader was not prepared, so each rank goes through all of it; "
             "pass it to accelerator.prepare()",
             name,
         )
+    return loader
 
 
-def _is_skipped(loader: Any) -> bool:
-    # accelerate 1.15 data_loader.py skip_first_batches: SkipBatchSampler for map-style datasets,
-    # for others `skip_batches` of DataLoaderShard and DataLoaderDispatcher, or a SkipDataLoader.
-    samplers = (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None))
-    by_sampler = any(type(each).__name__ == "SkipBatchSampler" for each in samplers)
-    by_loader = type(loader).__name__ == "SkipDataLoader" or getattr(loader, "skip_batches", 0) > 0
-    return by_sampler or by_loader
+def _origin_of(loader: Any) -> tuple[int, int | None]:
+    """The id of what a loader draws from, and how many batches it skips; None where it cannot."""
+    # accelerate 1.15 data_loader.py skip_first_batches makes a loader over the same batch sampler,
+    # in a SkipBatchSampler, or, of a stream, over the same dataset, with `skip_batches`.
+    sampler, dataset = getattr(loader, "sampler", None), getattr(loader, "dataset", None)
+    is_batch_sampler = isinstance(sampler, BatchSampler)
+    drawn: Any = sampler if is_batch_sampler else getattr(loader, "batch_sampler", None)
+    found = [loader]
+    while hasattr(drawn, "skip_batches"):
+        found.append(drawn)
+        drawn = drawn.batch_sampler
+    counts = [each.skip_batches for each in found if hasattr(each, "skip_batches")]
+    drawn = dataset if isinstance(dataset, IterableDataset) else drawn
+    return id(drawn), sum(counts) if counts else None
 
 
 class _LoaderState(TypedDict):

@@ -424,16 +424,39 @@ def test_swapped_arguments_are_answered_with_the_right_call(
         Checkpointer(accelerator, tmp_path, extras=[1])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("num_used", [0, 3])
-def test_a_loader_that_was_skipped_by_hand_is_refused_with_the_cause(
-    accelerator: Any, tmp_path: Path, num_used: int
+def test_a_loader_that_skips_what_was_used_is_the_prepared_one(
+    accelerator: Any, tmp_path: Path
 ) -> None:
     _, _, loader = prepared(accelerator)
-    skipped = accelerator.skip_first_batches(loader, num_used)
-    checkpointer = Checkpointer(accelerator, tmp_path)
+    skip = accelerator.skip_first_batches
+    with Checkpointer(accelerator, tmp_path) as checkpointer:
+        for _ in checkpointer.epochs(2):
+            samples = []
+            for batch in checkpointer.batches({"a": skip(loader, 0)}):
+                samples.append(batch["a"][0])
+                if len(samples) == 5:
+                    break
+            for batch in checkpointer.batches({"a": skip(skip(loader, 2), 3)}):
+                samples.append(batch["a"][0])
+            assert len(torch.cat(samples).unique(dim=0)) == 16
+            checkpointer.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "num_prepared"), [("map", 0, 0), ("map", 2, 0), ("stream", 1, 2)]
+)
+def test_a_loader_that_skips_batches_of_no_prepared_one_is_refused(
+    accelerator: Any, tmp_path: Path, kind: str, number: int, num_prepared: int
+) -> None:
+    prepared(accelerator)
+    data: Any = TensorDataset(torch.rand(16, 2)) if kind == "map" else Stream()
+    loader: Any = DataLoader(data, batch_size=2)
+    for _ in range(num_prepared):
+        loader = accelerator.prepare(DataLoader(data, batch_size=2))
+    skipped = accelerator.skip_first_batches(loader, number)
     with (
-        checkpointer,
-        pytest.raises(ConfigurationError, match=r"skip_first_batches\(\).*the prepared loader"),
+        Checkpointer(accelerator, tmp_path) as checkpointer,
+        pytest.raises(ConfigurationError, match=f"fits {num_prepared} prepared ones"),
     ):
         next(checkpointer.batches(skipped, epochs=1))
 

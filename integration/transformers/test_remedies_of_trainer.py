@@ -103,7 +103,7 @@ def test_a_checkpointer_is_made_after_prepare(tmp_path: Path, remedy: Remedy) ->
     assert train() == 4
 
 
-@pytest.mark.remedy("Remove skip_first_batches(): batches() continues at the next unseen batch")
+@pytest.mark.remedy("Pass the loader itself: batches() continues at the next unseen batch")
 def test_batches_are_not_skipped_twice(tmp_path: Path, remedy: Remedy) -> None:
     accelerator, objects, loader = prepared()
     *_, loader = accelerator.prepare(*objects, loader)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -42,6 +43,39 @@ class EpochUsage(NamedTuple):
 
     num_used: int
     num_left: int | None
+
+
+PASS_WHOLE_LOADER = "Pass the loader itself: batches() continues at the next unseen batch"
+
+
+@dataclass(frozen=True)
+class SkippedLoader:
+    """A loader whose first batches of the epoch the script skips: those that the run has used.
+
+    Args:
+        loader: the whole one.
+        num_batches: how many it skips.
+    """
+
+    loader: Any
+    num_batches: int
+
+    def check(self, source: Source) -> None:
+        """Raises DataPositionError unless that is where the run continues.
+
+        Args:
+            source: of the whole loader.
+
+        Raises:
+            DataPositionError: with both numbers.
+        """
+        if self.num_batches != source.batch:
+            raise DataPositionError(
+                source.name,
+                found=f"a loader that skips {self.num_batches} batches of epoch {source.epoch}",
+                expected=f"{source.batch}, the position of the run",
+                remedy=PASS_WHOLE_LOADER,
+            )
 
 
 class DataPosition(Checked, BeforeSave):
@@ -122,8 +156,13 @@ class DataPosition(Checked, BeforeSave):
 
         Raises:
             ConfigurationError: another loader of this name is in the middle of an epoch.
-            DataPositionError: the checkpoint's position does not fit the loader.
+            DataPositionError: the checkpoint's position does not fit the loader, or is not that of
+                a ``SkippedLoader``.
         """
+        if isinstance(loader, SkippedLoader):
+            source = self.open(loader.loader, name, ahead=ahead, repeat=repeat)
+            loader.check(source)
+            return source
         known = self.sources.get(name)
         if known is not None and known.loader is loader:
             if self._opened_in[name] < self._num_epochs:

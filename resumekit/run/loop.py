@@ -218,8 +218,12 @@ class Loop:
         """Whether an optimizer step is complete; asked by ``step()``."""
         return True
 
-    def check_loader(self, loader: Any, name: str | None) -> None:
-        """Refuses or reports a loader that the framework expects in another form."""
+    def whole_loader(self, loader: Any, name: str | None) -> Any:
+        """What to draw from, e.g. a ``SkippedLoader`` where a framework made one that skips.
+
+        Refuses or reports a loader that the framework expects in another form.
+        """
+        return loader
 
     def count_taken_step(self) -> None:
         """Counts the step that optimizers have taken in this iteration, unless it is counted."""

@@ -473,7 +473,7 @@ class FrameworkLoop:
         Raises:
             DataPositionError: the loader does not fit the position in the checkpoint.
         """
-        self._loop.check_loader(loader, None)
+        loader = self._loop.whole_loader(loader, None)
         self._batches = Batches.of_epoch(self._owner, self._loop, loader)
         return self._batches
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from resumekit.data.position import DataPosition
+from resumekit.data.position import DataPosition, SkippedLoader
 from resumekit.data.prefetching import PrefetchedLoader
 from resumekit.data.source import CombinedLoaders
+from resumekit.errors import DataPositionError
 from resumekit.run.randomness import RandomState
 from resumekit.state import Fidelity
 
@@ -263,3 +264,28 @@ def test_shorter_loaders_end_or_begin_again(mode: Any) -> None:
         feed.next_batch()
     feed.end_epoch()
     assert [position_of(source) for source in feed.sources] == [(1, 0), (1, 0)]
+
+
+@pytest.mark.parametrize("dataset", [range(20), Stream(20)], ids=["map", "stream"])
+def test_a_loader_that_skips_batches_is_the_whole_one_at_their_number(dataset: Any) -> None:
+    whole = loader(dataset, shuffle=None if isinstance(dataset, Stream) else True)
+    former = DataPosition()
+    feed = former.feed(whole)
+    feed.begin(0)
+    for _ in range(3):
+        feed.next_batch()
+    resumed = DataPosition()
+    resumed.load_state_dict(former.state_dict())
+    with pytest.raises(DataPositionError, match="skips 2 batches of epoch 0, expected 3"):
+        resumed.feed(SkippedLoader(whole, 2))
+    source = resumed.feed(SkippedLoader(whole, 3))
+    assert source is resumed.feed(whole)
+    source.begin(0)
+    assert source.next_batch() is not None
+    assert source.next_batch() is not None
+    with pytest.raises(StopIteration):
+        source.next_batch()
+    source.end_epoch()
+    assert resumed.feed(SkippedLoader(whole, 0)) is source
+    with pytest.raises(DataPositionError, match="skips 3 batches of epoch 1, expected 0"):
+        resumed.feed(SkippedLoader(whole, 3))

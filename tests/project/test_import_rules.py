@@ -234,7 +234,7 @@ BUDGET: dict[str, int] = {
     # 300: the types of saved states; errors of objects' own loads; 5: integers too large for torch;
     # 5: one state of those that groups of ranks wrote, which diff had
     "capture": 6_930,
-    "data": 4_310,  # 100: the types of saved positions
+    "data": 4_330,  # 100: the types of saved positions; 20: loaders that skip what was used
     "record": 1_460,
     # 120: the check of what states hold; 50: full disks; 80: places; 135: copies in memory
     "run": 6_445,

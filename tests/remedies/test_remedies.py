@@ -212,7 +212,6 @@ _OF_FRAMEWORKS = {
     "fsdp_version=": "accelerate/utils/dataclasses.py",
     "load_best_model_at_end=": "transformers/training_args.py",
     "prepare()": "accelerate/accelerator.py",
-    "skip_first_batches()": "accelerate/data_loader.py",
     "train()": "transformers/trainer.py",
     "use_vllm=": "trl/trainer/grpo_config.py",
 }
