@@ -26,7 +26,9 @@ from resumekit.adapters.lightning._private import (
 from resumekit.adapters.lightning.fit_components import fit_components, prepare, prepare_epoch
 from resumekit.adapters.lightning.loader import LoaderInStep, refuse
 from resumekit.adapters.lightning.loop_state import LoopState
+from resumekit.attach import asked_step, refuse_checkpoint, step_names
 from resumekit.errors import ConfigurationError
+from resumekit.log import logger
 from resumekit.requirements import check_tested
 from resumekit.run.loops import FrameworkLoop
 from resumekit.run.options import Options, checked_extras, checked_names, run_directory
@@ -83,6 +85,7 @@ class ResumeCallback(Callback):
         self._ema = ema
         self._checkpointer: Checkpointer | None = None  # during a fit
         self._loop: FrameworkLoop | None = None
+        self._asked: dict[str, Any] = {}  # the step that a fit is to resume
 
     def save(self) -> None:
         """Makes a save due before the next batch; outside a fit nothing. Collective."""
@@ -107,6 +110,49 @@ class ResumeCallback(Callback):
             source = private.TRAIN_SOURCE.of(trainer)
             private.DATALOADER.write(source, partial(self._request, trainer, source))
             private.ON_TRAIN_END.write(trainer, partial(self._finish, trainer))
+            private.RESUME_START.write(trainer, partial(self._resume_start, trainer))
+            self._asked = {}
+
+    def _resume_start(
+        self, trainer: Any, checkpoint_path: Any = None, *rest: Any, **named: Any
+    ) -> None:
+        """A fit reads no checkpoint of Lightning's own, unless a tuner has written it."""
+        fits = trainer.state.fn == "fit"
+        if checkpoint_path and fits and not Path(checkpoint_path).name.startswith(OF_TUNERS):
+            asked = asked_step(checkpoint_path, self.directory)
+            if asked is None:
+                self._pass_over(trainer, checkpoint_path, *rest, **named)
+            self._asked, checkpoint_path = asked or {}, None
+            # lightning 2.6 strategies/strategy.py restore_checkpoint_after_setup: in on_fit_start
+            # the run has resumed, and this comes after it.
+            resumed = None if self._loop is None else self._loop.resume().path
+            name = self._asked.get("resume_from")
+            is_late = name is not None and resumed is not None and resumed.name != name
+            where = f"fit(ckpt_path={name!r}) with {type(trainer.strategy).__name__}"
+            refuse(where, is_late, f"pass resume_from={name!r} to ResumeCallback")
+        connector = private.CONNECTOR.of(trainer)
+        type(connector).resume_start(connector, checkpoint_path, *rest, **named)
+
+    def _pass_over(self, trainer: Any, path: Any, *rest: Any, **named: Any) -> None:
+        """Raises ConfigurationError unless the checkpoint is what ``"last"`` means for the script.
+
+        Raises:
+            ConfigurationError: it is another one, or the run directory has none.
+        """
+        last_paths = {getattr(each, "ckpt_path", None) for each in trainer.callbacks}
+        for each in trainer.checkpoint_callbacks:
+            last_paths |= private.LAST_CHECKPOINTS.of(each)(trainer)
+        if not step_names(self.directory) or path not in last_paths:
+            refuse_checkpoint(
+                "ckpt_path",
+                path,
+                self.directory,
+                framework="Lightning",
+                call="trainer.fit()",
+                weights="load_from_checkpoint(that path)",
+            )
+        if trainer.is_global_zero:
+            logger.info("ckpt_path=%s is not read: fit() resumes from %s", path, self.directory)
 
     def _request(self, trainer: Any, source: Any) -> LoaderInStep:
         """Asks for the training loaders, for all epochs or for some."""
@@ -135,10 +181,9 @@ class ResumeCallback(Callback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Every object exists."""
         if not trainer.fast_dev_run:
-            check_path(trainer.ckpt_path)
             self._loops = LoopState(trainer, self._driven_loop)
             components = fit_components(trainer, self._loops, self._ema)
-            self._checkpointer = self._make_checkpointer(components=components)
+            self._checkpointer = self._make_checkpointer(components=components, **self._asked)
             source = private.VALIDATION_SOURCE.of(trainer)
             ask = partial(type(source).dataloader, source)
             private.DATALOADER.write(source, partial(self._loops.request_validation, ask))
@@ -245,17 +290,6 @@ def check(trainer: Any, module: Any) -> None:
     why = "it replaces parameters during the run"
     for each in trainer.callbacks:
         refuse(type(each).__name__, isinstance(each, callbacks.ModelPruning), why)
-
-
-def check_path(path: Any) -> None:
-    """Raises ConfigurationError where Lightning restores a checkpoint itself.
-
-    Raises:
-        ConfigurationError: it does.
-    """
-    is_tuners = path is not None and Path(path).name.startswith(OF_TUNERS)
-    why = "a run is resumed from its own directory only"
-    refuse(f"fit(ckpt_path={path!r})", path is not None and not is_tuners, why)
 
 
 def limits_of(trainer: Any) -> dict[str, tuple[Any, int]]:

@@ -81,14 +81,14 @@ _OF_TRAINER = (
     ON_TRAIN_END := _name(
         "strategy.on_train_end", "strategies/strategy.py Strategy", (), is_written=True
     ),
-)
-
-# Of the Trainer: reads the checkpoint of ckpt_path; replaced where a callback is attached.
-RESUME_START = _name(
-    "_checkpoint_connector.resume_start",
-    "trainer/connectors/checkpoint_connector.py _CheckpointConnector",
-    ("checkpoint_path",),
-    is_written=True,
+    CONNECTOR := _name("_checkpoint_connector", "trainer/trainer.py Trainer"),
+    # Reads the checkpoint of ckpt_path, after the callbacks' setup and before all else.
+    RESUME_START := _name(
+        "_checkpoint_connector.resume_start",
+        "trainer/connectors/checkpoint_connector.py _CheckpointConnector",
+        ("checkpoint_path",),
+        is_written=True,
+    ),
 )
 
 # Of a source; replaced on the object.
@@ -126,10 +126,13 @@ LAST_RATES = PrivateName("_last_lr", "torch 2.13 optim/lr_scheduler.py", is_writ
 # Of torch's DataLoader: the iterator that has persistent workers.
 ITERATOR = PrivateName("_iterator", "torch 2.13 utils/data/dataloader.py", is_optional=True)
 
+# Those that `ckpt_path="last"` means.
+LAST_CHECKPOINTS = _name("_find_last_checkpoints", "callbacks/model_checkpoint.py", ("trainer",))
+
 _OF_CALLBACKS = (
     (callbacks.WeightAveraging, (AVERAGED_MODEL,)),
     (callbacks.BaseFinetuning, (FINETUNING_RESTARTS,)),
-    (callbacks.ModelCheckpoint, LAST_SAVED),
+    (callbacks.ModelCheckpoint, (*LAST_SAVED, LAST_CHECKPOINTS)),
 )
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import Dataset
 
-from resumekit.adapters.lightning import OF_TUNERS, ResumeCallback
+from resumekit.adapters.lightning import ResumeCallback
 from resumekit.adapters.lightning import _private as private
 from resumekit.adapters.lightning._private import Callback
 from resumekit.attach import (
@@ -22,7 +20,6 @@ from resumekit.attach import (
 )
 from resumekit.distributed import World
 from resumekit.frameworks.training_identity import training_identity
-from resumekit.requirements import check_tested, faults
 
 
 def callbacks() -> list[Any]:
@@ -55,14 +52,19 @@ class AttachingCallback(Callback):
                 return
         with exit_on_usage_error():
             directory = _directory_of(trainer, pl_module, self._attachment)
-            callback = ResumeCallback(directory, **self._attachment.options)
+            callback = _AttachedCallback(directory, **self._attachment.options)
             trainer.callbacks = [*others, callback]
-            resume_start = private.RESUME_START
-            found = faults(trainer, [resume_start])
-            check_tested("lightning", found=found, strict=False, warns=trainer.is_global_zero)
-            replaced = partial(_resume_start, resume_start.of(trainer), trainer, directory)
-            resume_start.write(trainer, replaced)
             callback.setup(trainer, pl_module, stage)  # Lightning goes through the former list
+
+
+class _AttachedCallback(ResumeCallback):
+    """In a script that may still pass the checkpoints of Lightning's own."""
+
+    def _pass_over(self, trainer: Any, path: Any, *rest: Any, **named: Any) -> None:
+        with exit_on_usage_error():
+            step = _step_of(trainer, path, *rest, **named)
+            logs = trainer.is_global_zero
+            replace_checkpoint("ckpt_path", path, step, self.directory, logs=logs)
 
 
 def _directory_of(trainer: Any, module: Any, attachment: Attachment) -> Path:
@@ -79,26 +81,6 @@ def _directory_of(trainer: Any, module: Any, attachment: Attachment) -> Path:
 def _attributes(value: Any) -> dict[str, Any]:
     """The attributes and hyperparameters of a module, or of what makes its data."""
     return {} if value is None else {**vars(value), **dict(getattr(value, "hparams", {}))}
-
-
-def _resume_start(
-    resume_start: Callable[..., None],
-    trainer: Any,
-    directory: Path,
-    checkpoint_path: Any = None,
-    *rest: Any,
-    **named: Any,
-) -> None:
-    """Reads no checkpoint of Lightning's own in a fit."""
-    fits = trainer.state.fn == "fit"
-    if not checkpoint_path or not fits or Path(checkpoint_path).name.startswith(OF_TUNERS):
-        resume_start(checkpoint_path, *rest, **named)
-        return
-    with exit_on_usage_error():
-        step = _step_of(trainer, checkpoint_path, *rest, **named)
-        logs = trainer.is_global_zero
-        replace_checkpoint("ckpt_path", checkpoint_path, step, directory, logs=logs)
-    resume_start(None)
 
 
 def _step_of(trainer: Any, path: Any, *rest: Any, **named: Any) -> int | None:

@@ -36,7 +36,11 @@ from lightning.pytorch.callbacks import (
     Timer,
 )
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import (
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.tuner.tuning import Tuner
 from lightning.pytorch.utilities import CombinedLoader
@@ -62,7 +66,7 @@ from torchmetrics.wrappers import Running
 
 from resumekit.adapters.lightning import ResumeCallback
 from resumekit.adapters.lightning._private import trainer_faults
-from resumekit.errors import ConfigurationError, DriftError, InexactError
+from resumekit.errors import ConfigurationError, DriftError, InexactError, ResumekitError
 from resumekit.record.trace import KILL_VARIABLE, TRACE_VARIABLE
 from resumekit.storage.store import Store
 
@@ -959,12 +963,113 @@ def test_what_cannot_be_followed_is_refused_and_named(tmp_path: Path, what: str)
     assert not list(tmp_path.glob("step-*"))
 
 
-def test_a_checkpoint_of_lightnings_own_is_refused(tmp_path: Path) -> None:
+def continued(directory: Path, path: Any, **settings: Any) -> tuple[Trainer, Recorder]:
+    """A fit that is given a path, and what it was called for."""
+    recorder = Recorder()
+    seed_everything(0, verbose=False)
+    saving = ResumeCallback(directory, save_every=2)
+    trainer = Trainer(
+        callbacks=[recorder, saving],
+        **{"max_epochs": 2, "enable_checkpointing": False, **QUIET, **settings},
+    )
+    module = Classifier()
+    trainer.fit(module, make_loader(True, "shuffle", "0", NUM_SAMPLES), ckpt_path=path)
+    return trainer, recorder
+
+
+@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available:UserWarning")
+@pytest.mark.parametrize("kind", ["step", "relative step", "run", "new run", "last"])
+def test_a_path_of_the_run_is_what_the_fit_resumes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "run"
+    whole = fit(ResumeCallback(tmp_path / "whole", save_every=2))
+    if kind != "new run":
+        crashed(run, 17)
+    path: Any = {"step": run / "step-00000014", "relative step": "run/step-00000014"}.get(kind)
+    step = 0 if kind == "new run" else 14 if path else 16
+    trainer, recorder = continued(run, path or ("last" if kind == "last" else str(run)))
+    assert recorder.events[0] == f"start at step {step} of epoch {step // STEPS_PER_EPOCH}"
+    assert is_equal(outcome(trainer), outcome(whole))
+    assert len(recorder.losses) == 24 - step
+    assert continued(run, path or str(run))[1].losses == []  # the same command, once more
+
+
+class RestoresLate(SingleDeviceStrategy):
+    """Reads a checkpoint after ``on_fit_start``, as Lightning's sharded strategies do."""
+
+    restore_checkpoint_after_setup = True
+
+
+@pytest.mark.parametrize(("step", "is_refused"), [(14, True), (16, False)])
+def test_a_path_that_comes_after_the_resume_is_refused_unless_it_is_the_newest(
+    tmp_path: Path, step: int, is_refused: bool
+) -> None:
+    crashed(tmp_path, 17)
+    expected: Any = nullcontext()
+    if is_refused:
+        expected = pytest.raises(ConfigurationError, match="pass resume_from='step-00000014'")
+    with expected:
+        path = tmp_path / f"step-{step:08d}"
+        strategy = RestoresLate(torch.device("cpu"))
+        trainer, _ = continued(tmp_path, path, strategy=strategy)
+        assert trainer.global_step == 24
+
+
+def test_another_start_gives_another_outcome(tmp_path: Path) -> None:
+    whole = fit(ResumeCallback(tmp_path / "whole", save_every=2))
     native = tmp_path / "own.ckpt"
     fit(max_epochs=1).save_checkpoint(native)
-    trainer = Trainer(callbacks=[ResumeCallback(tmp_path / "run")], max_epochs=1, **QUIET)
-    with pytest.raises(ConfigurationError, match=r"ckpt_path=.*own\.ckpt"):
-        trainer.fit(Classifier(), make_loader(False, "shuffle", "0", 16), ckpt_path=native)
+    resumed = Trainer(max_epochs=2, enable_checkpointing=False, **QUIET)  # by Lightning itself
+    loader = make_loader(True, "shuffle", "0", NUM_SAMPLES)
+    resumed.fit(Classifier(), loader, ckpt_path=native)
+    assert not is_equal(outcome(resumed), outcome(whole))
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
+def test_the_last_checkpoint_that_lightning_finds_is_passed_over_for_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def saving() -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path / "own", save_last=True, every_n_train_steps=3)
+
+    whole = fit(ResumeCallback(tmp_path / "whole", save_every=2))
+    crashed(tmp_path / "run", 17, saving(), enable_checkpointing=True)
+    seed_everything(0, verbose=False)
+    callbacks = [saving(), ResumeCallback(tmp_path / "run", save_every=2)]
+    trainer = Trainer(max_epochs=2, callbacks=callbacks, **QUIET)
+    loader = make_loader(True, "shuffle", "0", NUM_SAMPLES)
+    trainer.fit(Classifier(), loader, ckpt_path="last")
+    assert is_equal(outcome(trainer), outcome(whole))
+    assert "last.ckpt is not read: fit() resumes from" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "holds", "found"),
+    [
+        ("own.ckpt", False, "a checkpoint of Lightning, and .* is empty"),
+        ("own.ckpt", True, "a checkpoint of Lightning, and .* holds step-00000016"),
+        ("missing.ckpt", True, "no such file or directory, and .* holds step-00000016"),
+        ("other/step-00000024", False, "of another run, in .*other, and .* is empty"),
+        ("other", True, "of another run, in .*other, and .* holds step-00000016"),
+        ("run/step-00000099", True, "no such checkpoint"),
+    ],
+)
+def test_a_path_elsewhere_is_refused_before_anything_is_loaded(
+    tmp_path: Path, kind: str, holds: bool, found: str
+) -> None:
+    fit(ResumeCallback(tmp_path / "other", save_every=2)).save_checkpoint(tmp_path / "own.ckpt")
+    if holds:
+        crashed(tmp_path / "run", 17)
+    seed_everything(0, verbose=False)
+    module = Classifier()
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    trainer = Trainer(callbacks=[ResumeCallback(tmp_path / "run")], max_epochs=2, **QUIET)
+    with pytest.raises(ResumekitError, match=found):
+        trainer.fit(module, make_loader(True, "shuffle", "0", 16), ckpt_path=tmp_path / kind)
+    assert all(torch.equal(before[key], value) for key, value in module.state_dict().items())
+    assert (tmp_path / "run").is_dir() is holds
 
 
 def test_a_wrong_option_is_refused_at_once(tmp_path: Path) -> None:

@@ -16,13 +16,19 @@ from resumekit.attach.attachment import (
     training_processes,
 )
 from resumekit.attach.frameworks import has_imported_trainer, lines_for_loop, note_import
-from resumekit.attach.other_checkpoint import replace_checkpoint
+from resumekit.attach.other_checkpoint import (
+    asked_step,
+    refuse_checkpoint,
+    replace_checkpoint,
+    step_names,
+)
 from resumekit.attach.settings import AttachSettings, attached_environment, observed_environment
 
 __all__ = [
     "EXIT_USAGE",
     "AttachSettings",
     "Attachment",
+    "asked_step",
     "attached_environment",
     "current_attachment",
     "exit_on_usage_error",
@@ -31,7 +37,9 @@ __all__ = [
     "note_import",
     "note_loop",
     "observed_environment",
+    "refuse_checkpoint",
     "replace_checkpoint",
     "run_directories",
+    "step_names",
     "training_processes",
 ]

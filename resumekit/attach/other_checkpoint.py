@@ -1,13 +1,73 @@
-"""A checkpoint of the framework's own that the script passes, compared with the run directory."""
+"""The path of a checkpoint that the script passes to its framework, beside the run directory."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from resumekit.errors import ConfigurationError
 from resumekit.log import logger, show_messages
+from resumekit.storage.directories import StepName
 from resumekit.storage.store import Store
+
+
+def asked_step(path: Any, directory: Path) -> dict[str, Any] | None:
+    """The option for what a path names: a step of the run; none for the run directory itself.
+
+    Args:
+        path: what the script passes.
+        directory: the run directory.
+
+    Returns:
+        ``resume_from`` or nothing; None where the path leads elsewhere.
+    """
+    given, here = Path(path).resolve(), directory.resolve()
+    if given.parent == here and StepName.parse(given.name) is not None:
+        return {"resume_from": given.name}
+    return {} if given == here else None
+
+
+def refuse_checkpoint(
+    argument: str, path: Any, directory: Path, *, framework: str, call: str, weights: str
+) -> NoReturn:
+    """Raises ConfigurationError: a checkpoint is not of the run, and nothing of it is loaded.
+
+    Args:
+        argument: the name of the argument, e.g. ``ckpt_path``.
+        path: its value.
+        directory: the run directory.
+        framework: what may have written it.
+        call: what resumes the run.
+        weights: what loads the weights of the checkpoint alone.
+
+    Raises:
+        ConfigurationError: always, with both and the remedy.
+    """
+    given, steps = Path(path).resolve(), step_names(directory)
+    run = given if StepName.parse(given.name) is None else given.parent
+    found = f"a checkpoint of {framework}"
+    remedy = f"Call {call} alone: it resumes from the run directory, or starts the run there"
+    if not given.exists():
+        found = "no such file or directory"
+    elif step_names(run):
+        found = f"of another run, in {run}"
+        remedy = f"Pass that directory to ResumeCallback: {str(run)!r}"
+    elif not steps:
+        remedy = (
+            f"Let {framework} finish that run without ResumeCallback, or begin a new one from its "
+            f"weights alone: {weights}"
+        )
+    raise ConfigurationError(
+        f"{argument}={str(path)!r}",
+        found=f"{found}, and {directory} {f'holds {steps[0]}' if steps else 'is empty'}",
+        expected="a step of that directory, the directory, or nothing",
+        remedy=remedy,
+    )
+
+
+def step_names(directory: Path) -> list[StepName]:
+    """The steps of a run directory, newest first; none where there is no such directory."""
+    return Store(directory).step_names() if directory.is_dir() else []
 
 
 def replace_checkpoint(
@@ -28,7 +88,7 @@ def replace_checkpoint(
     Raises:
         ConfigurationError: resuming here would lose steps of another run.
     """
-    names = Store(directory).step_names() if directory.is_dir() else []
+    names = step_names(directory)
     ours = names[0].step if names else 0
     if step is None or step > _last_begun_step(directory, ours):
         found = f"at step {step}" if step is not None else "at an unknown step"

@@ -250,8 +250,9 @@ BUDGET: dict[str, int] = {
     "replay": 600,  # 20: to which step each thing was compared
     "frameworks": 780,  # 10: the types of saved counts
     "launcher": 240,  # has the one starter of processes; 10: what a parent's end hides
-    "attach": 370,  # 10: the processes that have a Checkpointer
-    "adapters": 2_700,  # 160: the types of saved loop states
+    # 10: the processes that have a Checkpointer; 35: paths that scripts pass to their framework
+    "attach": 405,
+    "adapters": 2_715,  # 160: the types of saved loop states; 15: ckpt_path
     "recorder": 570,
     "prove": 2_230,  # has the likely causes, for the terminal and the page
     "supervisor": 330,  # 40: the end of a command whose supervisor was killed

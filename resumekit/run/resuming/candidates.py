@@ -77,7 +77,8 @@ class CandidateSearch:
             up_to: those up to this step, if there are such.
 
         Raises:
-            CheckpointNotFoundError: ``resume_from`` names one that is not there.
+            CheckpointNotFoundError: ``resume_from`` names one that is not there, nor what an
+                earlier launch of this command made of it.
             NoUsableCheckpointError: all were damaged.
         """
         here = [Candidate(name) for name in self.store.step_names()]
@@ -104,7 +105,9 @@ class CandidateSearch:
 
     def _continuations(self, wanted: StepName, found: list[Candidate]) -> list[Candidate]:
         """The named checkpoint, after what an earlier launch of this command made of it."""
-        named = [each for each in found if each.name == wanted]
+        newer = (each for each in found if each.name > wanted)
+        named = [each for each in newer if self._origin(each) == str(wanted)]
+        named += [each for each in found if each.name == wanted]
         if not named:
             raise CheckpointNotFoundError(
                 f"resume_from={self.resume_from!r}",
@@ -112,8 +115,7 @@ class CandidateSearch:
                 expected=", ".join(str(each.name) for each in found)
                 or "a directory with checkpoints",
             )
-        newer = (each for each in found if each.name > wanted)
-        return [*(each for each in newer if self._origin(each) == str(wanted)), *named]
+        return named
 
     def _origin(self, candidate: Candidate) -> object:
         name, place = candidate.name, candidate.place
