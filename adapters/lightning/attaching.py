@@ -22,8 +22,8 @@ from resumekit.distributed import World
 from resumekit.frameworks.training_identity import training_identity
 
 
-def callbacks() -> list[Any]:
-    """What a new Trainer gets: an entry point, which Lightning calls."""
+def attaching_callbacks() -> list[Any]:
+    """What a new Trainer gets in a process of the command."""
     attachment = current_attachment()
     if attachment is None or not attachment.is_allowed:
         return []
@@ -42,9 +42,9 @@ class AttachingCallback(Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """The Trainer trains; one that only evaluates does not come here with this stage."""
-        if stage != "fit" or trainer.fast_dev_run:
-            return
-        others = [each for each in trainer.callbacks if each is not self]
+        if stage != "fit" or trainer.fast_dev_run or self not in trainer.callbacks:
+            return  # of two distributions with the entry point the first one has attached
+        others = [e for e in trainer.callbacks if not isinstance(e, AttachingCallback)]
         trainer.callbacks = others
         for each in others:
             if isinstance(each, ResumeCallback):

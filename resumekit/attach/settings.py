@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
 from resumekit.attach.frameworks import NOTED_MODULES
 from resumekit.cadence import parse_cadence
-from resumekit.launcher import Activation, prepared_environment
+from resumekit.launcher import VARIABLE, Activation, prepared_environment
 
 _FILE = "attach.json"
+
+_NOTE_LOOP = "resumekit.attach:note_loop"  # only a command that attaches has it
 
 _ACTIVATIONS = (
     # The module that has the class: transformers itself loads its modules on demand.
     Activation("transformers.trainer", "resumekit.adapters.transformers.attaching:attach", {}),
 )
 
-# Lightning asks the installed distributions for callbacks: lightning 2.6 fabric/utilities/
-# registry.py _load_external_callbacks. This one is on the path of the command only.
+# Lightning asks the installed distributions for callbacks. One on the path of the command is for
+# an interpreter in which resumekit itself is not installed, and has no entry points.
 _NAME = "resumekit-attach"
 _METADATA = f"Metadata-Version: 2.1\nName: {_NAME}\nVersion: 0\n"
 _ENTRY_POINTS = "".join(
-    f"[{package}.callbacks_factory]\nresumekit = resumekit.adapters.lightning.attaching:callbacks\n"
+    f"[{package}.callbacks_factory]\nresumekit = resumekit.adapters.lightning_callbacks:callbacks\n"
     for package in ("lightning.pytorch", "pytorch_lightning")
 )
 
@@ -72,9 +74,7 @@ def attached_environment(
     (information / "METADATA").write_text(_METADATA)
     (information / "entry_points.txt").write_text(_ENTRY_POINTS)
     (private / _FILE).write_text(json.dumps(asdict(settings)))
-    loop = Activation(
-        "resumekit.checkpointer", "resumekit.attach:note_loop", {"private": str(private)}
-    )
+    loop = Activation("resumekit.checkpointer", _NOTE_LOOP, {"private": str(private)})
     environment = prepared_environment(environment, private, (*_ACTIVATIONS, loop))
     return observed_environment(environment, private)
 
@@ -95,10 +95,10 @@ def observed_environment(environment: Mapping[str, str], private: Path) -> dict[
 
 def private_directory() -> Path | None:
     """The launcher's directory, in a process of the command; None in any other."""
-    try:
-        return Path(str(distribution(_NAME).locate_file("")))
-    except PackageNotFoundError:
-        return None
+    listed = Path(os.environ.get(VARIABLE, ""))
+    activations = json.loads(listed.read_text()) if listed.is_file() else []
+    found = [each["settings"]["private"] for each in activations if each["call"] == _NOTE_LOOP]
+    return Path(found[-1]) if found else None
 
 
 def read_settings(private: Path) -> AttachSettings:

@@ -252,7 +252,8 @@ BUDGET: dict[str, int] = {
     "launcher": 240,  # has the one starter of processes; 10: what a parent's end hides
     # 10: the processes that have a Checkpointer; 35: paths that scripts pass to their framework
     "attach": 405,
-    "adapters": 2_715,  # 160: the types of saved loop states; 15: ckpt_path
+    # 160: the types of saved loop states; 15: ckpt_path; 15: the entry points of Lightning
+    "adapters": 2_730,
     "recorder": 570,
     "prove": 2_230,  # has the likely causes, for the terminal and the page
     "supervisor": 330,  # 40: the end of a command whose supervisor was killed
