@@ -34,8 +34,8 @@ from resumekit.adapters.transformers.arguments import (
     TrainingPlan,
     check_arguments,
     check_best_at_end,
-    check_resume_argument,
     ignored_checkpoint,
+    resume_option,
     saves_each_epoch,
     with_defaults,
 )
@@ -103,11 +103,12 @@ class ResumeCallback(TrainerCallback):
             ),
             extras=self._extras,
             generators=generators,
-            **with_defaults(options, trainer.args, max_steps),
+            **{**with_defaults(options, trainer.args, max_steps), **self._asked},
         )
         self._open = ExitStack()  # closes the Checkpointer after an error in train()
         self._finished_on: Any = None  # the data set of a train() that has finished
         self._num_epochs = 0
+        self._asked: dict[str, Any] = {}  # the step that a train() is to resume
         self._in_training = False
         self._loss: Any = None  # of the batches of the step in progress
         self.attach(trainer)
@@ -159,7 +160,7 @@ class ResumeCallback(TrainerCallback):
     ) -> Any:
         """Trains from the run directory; the Trainer reads no checkpoint of its own."""
         args = self._trainer.args
-        check_resume_argument(resume_from_checkpoint, self._directory, args)
+        self._asked = resume_option(resume_from_checkpoint, self._directory, args)
         check_best_at_end(self._trainer, reports=self._metric is not None)
         if trial is not None:
             raise ConfigurationError(

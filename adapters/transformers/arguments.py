@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from resumekit.attach import asked_step, refuse_checkpoint, step_names
 from resumekit.errors import ConfigurationError
-from resumekit.storage.directories import StepName
-from resumekit.storage.store import Store
 
 if TYPE_CHECKING:
     from resumekit.run.loops import FrameworkLoop
@@ -212,8 +211,8 @@ class TrainingPlan:
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
-def check_resume_argument(resume_from_checkpoint: Any, directory: Path, args: Any) -> None:
-    """Raises ConfigurationError unless ``resume_from_checkpoint`` is what ``train()`` does anyway.
+def resume_option(resume_from_checkpoint: Any, directory: Path, args: Any) -> dict[str, Any]:
+    """The option for what ``resume_from_checkpoint`` names: a step of the run; none for the run.
 
     True means the run directory, which may have no checkpoint yet. So do the word "true", which a
     script has from its command line, and the path of the run directory. Scripts that call
@@ -225,33 +224,24 @@ def check_resume_argument(resume_from_checkpoint: Any, directory: Path, args: An
         args: the ``TrainingArguments``.
 
     Raises:
-        ConfigurationError: it is the path of a checkpoint.
+        ConfigurationError: it is the path of another checkpoint.
     """
-    if resume_from_checkpoint in (None, False, True):
-        return
-    path = Path(resume_from_checkpoint)
-    if path.resolve() == directory.resolve() or str(path).lower() == "true":
-        return
-    steps = _steps_in(directory)
-    if saves_by_itself(args) and steps and path == newest_checkpoint(args.output_dir):
-        return
-    found = "a checkpoint that is not of this run"
-    remedy = (
-        "Let the stock Trainer finish that run, or begin a new one from its weights alone: "
-        "from_pretrained(that path)"
-    )
-    if path.resolve().parent == directory.resolve():
-        found = "one checkpoint of this run"
-        remedy = f"Pass resume_from={path.name!r} to ResumeCallback"
-    elif steps:
-        found += f", and {directory} holds {steps[0]}"
-        remedy = "Call trainer.train() alone: it resumes from the run directory"
-    raise ConfigurationError(
-        f"resume_from_checkpoint={resume_from_checkpoint!r}",
-        found=found,
-        expected="None or True",
-        remedy=remedy,
-    )
+    given = resume_from_checkpoint
+    if given in (None, False, True) or str(given).lower() == "true":
+        return {}
+    asked = asked_step(given, directory)
+    if asked is None:
+        is_newest = saves_by_itself(args) and Path(given) == newest_checkpoint(args.output_dir)
+        if not (is_newest and step_names(directory)):
+            refuse_checkpoint(
+                "resume_from_checkpoint",
+                given,
+                directory,
+                framework="the Trainer",
+                call="trainer.train()",
+                weights="from_pretrained(that path)",
+            )
+    return asked or {}
 
 
 def ignored_checkpoint(output_dir: str, step: int, directory: Path) -> str | None:
@@ -269,10 +259,6 @@ def ignored_checkpoint(output_dir: str, step: int, directory: Path) -> str | Non
         f"{newest} is the Trainer's own and newer than step {step}: it is not read, train() "
         f"resumes from {directory} alone"
     )
-
-
-def _steps_in(directory: Path) -> list[StepName]:
-    return Store(directory).step_names() if directory.is_dir() else []
 
 
 def newest_checkpoint(output_dir: str) -> Path | None:

@@ -16,6 +16,7 @@ from resumekit.adapters.transformers import _private as private
 from resumekit.adapters.transformers.arguments import newest_checkpoint
 from resumekit.attach import (
     Attachment,
+    asked_step,
     current_attachment,
     exit_on_usage_error,
     replace_checkpoint,
@@ -81,11 +82,12 @@ def _train(
     elif callback._has_finished:
         callback._begin_another(_directory_of(trainer, attachment))
     path = _path_of(resume_from_checkpoint, trainer.args)
-    if path is not None and path.resolve() != callback._directory.resolve():
+    asked = None if path is None else asked_step(path, callback._directory)
+    if path is not None and asked is None:
         logs = trainer.args.process_index == 0
         argument = "resume_from_checkpoint"
         replace_checkpoint(argument, path, _step_of(path), callback._directory, logs=logs)
-    return callback._train(stock_train, None, trial, *rest, **named)
+    return callback._train(stock_train, path if asked else None, trial, *rest, **named)
 
 
 def _directory_of(trainer: Any, attachment: Attachment) -> Path:

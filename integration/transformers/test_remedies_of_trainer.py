@@ -25,22 +25,13 @@ def continued(directory: Path, **options: Any) -> Trainer:
     return trainer
 
 
-@pytest.mark.remedy("Call trainer.train() alone: it resumes from the run directory")
+@pytest.mark.remedy("Call {} alone: it resumes from the run directory, or starts the run there")
 def test_a_run_is_resumed_without_the_argument(tmp_path: Path, remedy: Remedy) -> None:
     interrupted(tmp_path, 17)
     path = str(tmp_path / "output" / "checkpoint-5")
     text = remedy.of(continued(tmp_path).train, resume_from_checkpoint=path)
     method = re.findall(r"trainer\.(\w+)\(\)", text)[0]
     assert getattr(continued(tmp_path), method)().global_step == END
-
-
-@pytest.mark.remedy("Pass resume_from={} to ResumeCallback")
-def test_one_checkpoint_of_the_run_is_an_option(tmp_path: Path, remedy: Remedy) -> None:
-    interrupted(tmp_path, 17)
-    path = str(tmp_path / "run" / "step-00000012")
-    text = remedy.of(continued(tmp_path).train, resume_from_checkpoint=path)
-    name, value = re.findall(r"(\w+)='(.*?)'", text)[0]
-    assert continued(tmp_path, **{name: value}).train().global_step == END
 
 
 @pytest.mark.remedy("Make a Trainer with a ResumeCallback and a directory for each trial")
@@ -60,8 +51,7 @@ def test_each_training_has_a_trainer_and_a_directory(tmp_path: Path, remedy: Rem
 
 
 @pytest.mark.remedy(
-    "Let the stock Trainer finish that run, or begin a new one from its weights alone: "
-    "from_pretrained(that path)"
+    "Let {} finish that run without ResumeCallback, or begin a new one from its weights alone: {}"
 )
 def test_a_run_of_the_stock_trainer_is_finished_or_its_weights_begin_one(
     tmp_path: Path, remedy: Remedy

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from small_trainer import STEPS_PER_EPOCH, attach, interrupted, make_trainer, stop_at
+from small_trainer import STEPS_PER_EPOCH, Recorder, attach, interrupted, make_trainer, stop_at
 from torch.utils.data import Subset
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
@@ -20,7 +20,7 @@ from transformers_workloads import NUM_BLOCKS, Blocks
 
 from resumekit.adapters.transformers import ResumeCallback
 from resumekit.diff import compare_checkpoints
-from resumekit.errors import ConfigurationError
+from resumekit.errors import ConfigurationError, ResumekitError
 from resumekit.storage.directories import StepName
 from resumekit.storage.store import Store
 
@@ -75,12 +75,41 @@ def test_to_resume_is_what_it_does_anyway(tmp_path: Path, given: bool | str) -> 
     require_equal(trainer, whole.model)
 
 
+@pytest.mark.parametrize("relative", [False, True])
+def test_a_step_of_the_run_is_resumed_by_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relative: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    whole = continued(tmp_path / "whole")
+    whole.train()
+    interrupted(tmp_path, 17)
+    recorder = Recorder()
+    path = "run/step-00000012"
+    trainer = make_trainer(tmp_path, recorder)
+    attach(trainer, tmp_path, save_every=3)
+    trainer.train(resume_from_checkpoint=path if relative else tmp_path / path)
+    assert recorder.begun_at == [12]
+    require_equal(trainer, whole.model)
+    again = continued(tmp_path)
+    assert again.train(resume_from_checkpoint=path).global_step == END  # the same command
+    lacking = make_trainer(tmp_path / "lacking")
+    interrupted(tmp_path / "lacking", 17)
+    attach(lacking, tmp_path / "lacking", exclude={"optimizer"})
+    lacking.train(resume_from_checkpoint=tmp_path / "lacking" / path)
+    with pytest.raises(AssertionError):
+        require_equal(lacking, whole.model)
+
+
 @pytest.mark.parametrize(
     ("holds", "path", "remedy"),
     [
-        (False, "output/checkpoint-5", "begin a new one from its weights"),
-        (True, "output/checkpoint-5", r"and .*step-.* Call trainer\.train\(\) alone"),
-        (True, "run/step-00000012", "resume_from='step-00000012'"),
+        (False, "output/checkpoint-5", "a checkpoint of the Trainer, .* begin a new one from its"),
+        (
+            *(True, "output/checkpoint-5"),
+            r"a checkpoint of the Trainer, and .*step-.* Call trainer\.train\(\) alone",
+        ),
+        (True, "checkpoint-5", r"no such file or directory, and .* Call trainer\.train\(\) alone"),
+        (True, "run/step-00000099", "no such checkpoint"),
     ],
 )
 def test_a_path_is_refused_before_anything_is_loaded(
@@ -89,8 +118,9 @@ def test_a_path_is_refused_before_anything_is_loaded(
     make_trainer(tmp_path, save_strategy="steps", save_steps=5, max_steps=5).train()
     if holds:
         interrupted(tmp_path, 17)
-    trainer, untouched = continued(tmp_path), make_trainer(tmp_path)
-    with pytest.raises(ConfigurationError, match=remedy):
+    saving: dict[str, Any] = {} if holds else {"save_strategy": "steps", "save_steps": 5}
+    trainer, untouched = continued(tmp_path, **saving), make_trainer(tmp_path)
+    with pytest.raises(ResumekitError, match=remedy):
         trainer.train(resume_from_checkpoint=str(tmp_path / path))
     require_equal(trainer, untouched.model)
 
