@@ -28,7 +28,9 @@ from resumekit.capture.nested_state import (
     state_mismatches,
 )
 from resumekit.errors import ConfigurationError, DeclarationError
+from resumekit.serialization.digests import leaves_of
 from resumekit.serialization.sharding import FlatPart, fill, is_sharded, local_part
+from resumekit.serialization.tensors import is_subclass, parts_of
 from resumekit.state import (
     ComponentState,
     InPlace,
@@ -319,7 +321,12 @@ class ModelState(Renamed, InPlace):
         """
         live = self.module.state_dict()
         names = clean_names(self.module, live)
-        by_raw_name = {raw: _given(raw, state[name], live[raw]) for raw, name in names.items()}
+        by_raw_name = {}
+        for raw, name in names.items():
+            if is_subclass(live[raw]):  # its own copy may round
+                fill(live[raw], state[name])
+            else:
+                by_raw_name[raw] = _given(raw, state[name], live[raw])
         # Not strict: a module may leave names out of its own state_dict (adapters without their
         # base model do), and check_state_dict has compared the names with what it gives.
         outcome = self.module.load_state_dict(by_raw_name, strict=False)
@@ -387,7 +394,8 @@ def frozen_of(state: ComponentState) -> frozenset[str]:
     """
     if not isinstance(state, ModelState):
         return frozenset()
-    return frozenset(frozen_parameters(state.module, state._parts()))
+    frozen = frozen_parameters(state.module, state._parts())
+    return frozenset(path.name for path, _ in leaves_of(frozen))
 
 
 def _loads_plainly(module: nn.Module) -> bool:
@@ -563,6 +571,8 @@ def _is_one(tensor: Any, other: Any) -> bool:
 def address_of(value: Any) -> int:
     """The address of a tensor's memory; 0 for a lazy, meta, sparse or empty one."""
     value = local_part(value)
+    if is_subclass(value):
+        return next(filter(None, map(address_of, parts_of(value).parts.values())), 0)
     if not isinstance(value, Tensor) or is_lazy(value) or value.layout != torch.strided:
         return 0
     return value.data_ptr() if value.numel() and not value.is_meta else 0

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from resumekit.errors import IncompleteLoadError, ResumekitError, StateMismatchError
 from resumekit.serialization.sharding import FlatPart, fill, is_sharded, local_part
+from resumekit.serialization.subclasses import described, rebuilt
+from resumekit.serialization.tensors import is_subclass, parts_of
 from resumekit.state import ComponentState, Rule, Slot
 
 # A renamed layer keeps most of its name; below this ratio of common characters it is another one.
@@ -130,6 +132,8 @@ def is_same_class(name: str, other: str) -> bool:
 
 def describe(value: Any) -> str:
     """A value in an error message: a tensor's dtype and shape, or a type."""
+    if is_subclass(value):
+        return described(value)
     if isinstance(value, (Tensor, FlatPart)):
         return f"{_name_of(value.dtype)} {tuple(value.shape)}"
     kind = type(value).__name__
@@ -254,9 +258,11 @@ class Restorer:
         first = self._filled.get(id(live))
         if first is None or first is saved:
             return False
-        return not torch.equal(local_part(first), local_part(saved))
+        return not is_same(local_part(first), local_part(saved))
 
     def _new(self, saved: Tensor, new_tensor: NewTensor) -> Tensor:
+        if is_subclass(saved):
+            return rebuilt(saved, lambda part: self._new(part, new_tensor))
         if is_sharded(saved) or saved.layout != torch.strided or saved.data_ptr() == 0:
             return new_tensor(saved)
         view = (saved.data_ptr(), saved.shape, saved.stride(), saved.dtype, saved.device)
@@ -288,7 +294,9 @@ class Restorer:
 
 
 def fits(live: Any, saved: Any) -> bool:
-    """Whether both are tensors of the same dtype, shape, layout and sharding."""
+    """Whether both are tensors of the same dtype, shape, layout and sharding, made of the same."""
+    if is_subclass(live) or is_subclass(saved):
+        return describe(live) == describe(saved)
     return (
         isinstance(live, Tensor)
         and isinstance(saved, Tensor)
@@ -482,6 +490,10 @@ def union(where: str, states: Sequence[Any]) -> Any:
 
 def is_same(value: Any, other: Any) -> bool:
     """Whether two values have the same type and bits; of meta tensors, the same shape."""
+    if is_subclass(value) or is_subclass(other):
+        return describe(value) == describe(other) and is_same(
+            parts_of(value).parts, parts_of(other).parts
+        )
     if isinstance(value, Tensor) and isinstance(other, Tensor):
         if value.dtype != other.dtype or value.shape != other.shape:
             return False

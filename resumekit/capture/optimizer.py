@@ -47,6 +47,7 @@ from resumekit.serialization.sharding import (
     sharded_like,
     sharded_over,
 )
+from resumekit.serialization.tensors import is_subclass
 from resumekit.state import Checked, ComponentState, InPlace, Renamed, Renaming
 
 _REMEDY = "Build the optimizer as it was when the checkpoint was written"
@@ -145,7 +146,18 @@ class OptimizerState(Checked, Renamed, InPlace):
             return
         is_order_bound = isinstance(self.optimizer, torch.optim.LBFGS)
         mismatches = optimizer_mismatches(state, live, is_order_bound=is_order_bound)
-        refuse(self.key, list(mismatches), remedy=_REMEDY)
+        refuse(self.key, [*mismatches, *self._subclass_mismatches(state, live)], remedy=_REMEDY)
+
+    def _subclass_mismatches(self, state: Group, live: Group) -> Iterator[Mismatch]:
+        """Moments made of other tensors than the live ones, and those of sharded parameters."""
+        for name, parameter in chain(*self._named_groups()):
+            values = state["state"].get(name)
+            is_part = is_sharded(parameter) or name in self._parts()
+            for key, then in values.items() if isinstance(values, dict) else ():
+                now = live["state"].get(name, {}).get(key, then)
+                if (is_subclass(then) or is_subclass(now)) and (is_part or not fits(now, then)):
+                    expected = "a moment of a sharded parameter" if is_part else describe(now)
+                    yield Mismatch.changed(f"{name}[{key!r}]", describe(then), expected)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Restores every value bit for bit, with its dtype.

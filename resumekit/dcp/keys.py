@@ -24,6 +24,7 @@ from resumekit.errors import CorruptCheckpointError, StateMismatchError
 from resumekit.serialization.digests import leaves_of
 from resumekit.serialization.reading import StoredSource, StoredTensor, open_state
 from resumekit.serialization.sharding import Box
+from resumekit.serialization.tensors import StoredSubclass
 from resumekit.state import Slot, check_schema
 from resumekit.storage.manifest import StepReader
 
@@ -182,6 +183,8 @@ def _flat(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
 
     Source: torch 2.13 distributed/checkpoint/_traverse.py, traverse_state_dict.
     """
+    if isinstance(value, StoredSubclass):  # its parts: the class is not known here
+        value = value.parts
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield from _flat(each, (*path, str(key)))
@@ -194,6 +197,7 @@ def _flat(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
 
 def _is_traversed(value: list[Any]) -> bool:
     return any(
-        isinstance(each, Mapping | Tensor) or (isinstance(each, list) and _is_traversed(each))
+        isinstance(each, Mapping | Tensor | StoredSubclass)
+        or (isinstance(each, list) and _is_traversed(each))
         for each in value
     )

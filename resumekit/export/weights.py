@@ -12,10 +12,12 @@ from torch import Tensor
 from resumekit.capture.model import IN_FP32, TRAINED_IN
 from resumekit.capture.nested_state import merge_stored
 from resumekit.errors import ConfigurationError, StateMismatchError
+from resumekit.serialization.digests import leaves_of
 from resumekit.serialization.index import TensorRecord, arrange
 from resumekit.serialization.leaves import Leaf, element_type, retyped
 from resumekit.serialization.reading import StoredSource, StoredTensor, open_state, read_boxes
 from resumekit.serialization.sharding import Box
+from resumekit.serialization.tensors import StatePath, is_subclass
 from resumekit.state import Slot
 from resumekit.storage.manifest import ComponentRecord, StepReader
 
@@ -57,13 +59,14 @@ class Weights:
     def __init__(self, step: StepReader, kind: str, key: str | None, dtype: str) -> None:
         self.step, self.record = step, _record(step, kind, key)
         wanted = _types(step, self.record, dtype)
-        self._tensors = dict(_stored(step, self.record))
+        plain, parts = _stored(step, self.record)
         if kind == EMA:
             model = _record(step, MODEL, self.record.key.replace(EMA, MODEL, 1))
-            names = [name for name, _ in _stored(step, model)]
-            self._tensors = _as_model(self.record.key, self._tensors, names)
+            plain = _as_model(self.record.key, plain, [*_stored(step, model)[0]])
+        self._tensors = plain | parts
         self._types: dict[str, torch.dtype] = {
-            name: _type_of(_dtype(tensor), wanted(name)) for name, tensor in self._tensors.items()
+            name: _type_of(_dtype(tensor), wanted(name) if name in plain else None)
+            for name, tensor in self._tensors.items()
         }
         self._leaves = {name: self._leaf(name) for name in self._tensors}
         self.sizes = {name: leaf.num_bytes for name, leaf in self._leaves.items()}
@@ -115,15 +118,25 @@ def in_parts(names: Iterable[str], sizes: Mapping[str, int], max_bytes: int) -> 
     yield part
 
 
-def _stored(step: StepReader, record: ComponentRecord) -> Iterator[tuple[str, _Stored]]:
-    """The tensors by name; of two names of one tensor both have it."""
+def _stored(
+    step: StepReader, record: ComponentRecord
+) -> tuple[dict[str, _Stored], dict[str, _Stored]]:
+    """The plain tensors by name, and the parts of quantized ones, which stay as they are.
+
+    Of two names of one tensor both have it.
+    """
     stored = open_state(StoredSource.of_record(step, record), partial(merge_stored, record.key))
     state = stored.state if isinstance(stored.state, Mapping) else {}
     if record.key.partition("/")[0] == EMA:
         state = state.get("weights", state)
+    plain: dict[str, _Stored] = {}
+    parts: dict[str, _Stored] = {}
     for name, value in state.items():
-        if isinstance(value, Tensor) and element_type(value.dtype) is not None:
-            yield name, stored.tensors.get(id(value), value)
+        made_of = leaves_of(value, StatePath("").key(name)) if is_subclass(value) else ()
+        for into, key, each in [(plain, name, value), *((parts, p.name, v) for p, v in made_of)]:
+            if isinstance(each, Tensor) and element_type(each.dtype) is not None:
+                into[key] = stored.tensors.get(id(each), each)
+    return plain, parts
 
 
 def _as_model(key: str, average: Mapping[str, _Stored], names: Sequence[str]) -> dict[str, _Stored]:

@@ -1,7 +1,8 @@
 """Decodes a tree and tensors to Python state.
 
 The tree may come from anybody: only the builtin types that ``encoding`` lists are created, no class
-is looked up by a name in the file, and no more memory is allocated than the file has bytes.
+is looked up by a name in the file, and no more memory is allocated than the file has bytes. A
+tensor made of others is its parts and the name of its class, until ``subclasses`` finds the class.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from resumekit.serialization.leaves import (
     flat_bytes,
     retyped,
 )
+from resumekit.serialization.tensors import StoredSubclass
 
 
 class Decoder:
@@ -93,7 +95,7 @@ class Decoder:
         return list(zip(flat[::2], flat[1::2], strict=True))
 
     def _check_keys(self, keys: list[Any]) -> None:
-        if any(isinstance(key, torch.Tensor) for key in keys):
+        if any(isinstance(key, torch.Tensor | StoredSubclass) for key in keys):
             raise ValueError("a tensor as a key")
         if hash_flood(keys):
             raise ValueError("more than 100 keys with the same hash")
@@ -201,6 +203,15 @@ class Decoder:
         begin = base.storage_offset() * base.element_size() + offset
         return retyped(base, element.dtype, begin // element.num_bytes, shape, strides)
 
+    def _subclass(self, body: Any, depth: int) -> StoredSubclass:
+        name, context, trees, size, strides = typed(list, body)
+        parts = {each: self._decode(tree, depth + 2) for each, tree in typed(dict, trees).items()}
+        if not all(isinstance(part, torch.Tensor | StoredSubclass) for part in parts.values()):
+            raise ValueError(f"a part of a {str(name)[:80]!r} that is no tensor")
+        context = self._decode(context, depth + 1)
+        sizes = checked_shape(size), checked_sizes(strides)
+        return StoredSubclass(typed(str, name), context, parts, *sizes)
+
     # Not in the instance: references to its own methods would keep all tensors until the garbage
     # collector runs, and it is paused during a resume.
     _BY_TAG: ClassVar[dict[str, Callable[[Decoder, Any, int], Any]]] = {
@@ -228,6 +239,7 @@ class Decoder:
         "$device": lambda _, body, depth: _device(body, depth),
         "$size": lambda _, body, depth: torch.Size(typed(int, each) for each in typed(list, body)),
         "$tensor": _tensor,
+        "$subclass": _subclass,
     }
 
 

@@ -17,7 +17,13 @@ from resumekit.errors import UnsupportedValueError
 from resumekit.serialization.encoding import MAX_DEPTH, as_numbers, described_dtype, encode
 from resumekit.serialization.leaves import buffers_of
 from resumekit.serialization.sharding import Box, box_of, copy_group, is_sharded, local_part
-from resumekit.serialization.tensors import StatePath, UniqueNames, check_tensor
+from resumekit.serialization.tensors import (
+    StatePath,
+    UniqueNames,
+    check_tensor,
+    is_subclass,
+    parts_of,
+)
 
 _ROOT = StatePath("state")
 
@@ -98,11 +104,19 @@ def _named_leaves(value: Any) -> Iterator[tuple[str, StatePath, Any]]:
 def leaves_of(
     value: Any, path: StatePath = _ROOT, depth: int = 0
 ) -> Iterator[tuple[StatePath, Any]]:
-    """The leaves of nested state, each with its path; an empty container is a leaf."""
+    """The leaves of nested state, each with its path; an empty container is a leaf.
+
+    Those of a tensor made of others are its parts, and its class with its context.
+    """
     if depth > MAX_DEPTH:
         raise UnsupportedValueError(str(path), found="nested too deeply, or part of itself")
     if isinstance(value, Enum):
         yield from leaves_of(value.value, path, depth + 1)
+    elif is_subclass(value):
+        made_of = parts_of(value)
+        yield path.attribute("class"), [made_of.name, made_of.context]
+        for name, part in made_of.parts.items():
+            yield from leaves_of(part, path.attribute(name), depth + 1)
     elif isinstance(value, dict) and value:
         for key, item in value.items():
             yield from leaves_of(item, path.key(key), depth + 1)

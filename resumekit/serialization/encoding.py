@@ -21,6 +21,7 @@ Everything else is an object with one key that begins with ``$``:
 ``$torch``        a dtype, a layout or a memory format of torch, by name
 ``$device``       a ``torch.device``, as text; ``$size``: the numbers of a ``torch.Size``
 ``$tensor``       the name of a tensor, or a view of one: of, dtype, shape, strides, offset in bytes
+``$subclass``     a tensor made of others: its class, context, inner tensors, shape, strides
 ================  =====================================================================
 
 A decoded value is equal and of the same type, with these exceptions: an enum becomes its value, an
@@ -56,6 +57,8 @@ from resumekit.serialization.tensors import (
     StatePath,
     StoredTensors,
     UniqueNames,
+    is_subclass,
+    parts_of,
     store,
 )
 
@@ -235,6 +238,21 @@ def encode(value: Any, *, where: str) -> Encoded:
     return Encoded(tree, stored.leaves, stored.ties)
 
 
+def plain_tree(value: Any, *, where: str) -> Any:
+    """The tree of a value that is decoded to an equal one, and refers to no tensor.
+
+    Raises:
+        UnsupportedValueError: there is none; names the path.
+    """
+    encoder = Encoder()
+    tree = encoder.encode(value, where=where)
+    if encoder.has_enums or encoder.finish().leaves:
+        raise UnsupportedValueError(
+            where, found=f"{value!r:.100}", expected="plain values", remedy="Store a plain tensor"
+        )
+    return tree
+
+
 _MAX_INLINE_BYTES = 1024
 _MAX_INLINE_NUMBERS = 1024
 
@@ -292,6 +310,11 @@ class Encoder:
         """
         return self._encode(value, StatePath(where), 0)
 
+    @property
+    def has_enums(self) -> bool:
+        """Whether there was an enum, which is decoded as its value."""
+        return self._num_enums > 0
+
     def finish(self) -> StoredTensors:
         """The content of the data file; completes the references in the trees. The last call."""
         stored = store(self._found, self._names)
@@ -312,6 +335,8 @@ class Encoder:
         known = self._by_type.get(type(value))
         if known is not None:
             return known(value, path, depth)
+        if is_subclass(value):
+            return self._subclass(value, path, depth)
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path, depth)
         if isinstance(value, Enum):
@@ -445,6 +470,21 @@ class Encoder:
         found = self._examined(value, path)
         self._found.append(found)
         return found.node
+
+    def _subclass(self, value: Any, path: StatePath, depth: int) -> Any:
+        made_of = parts_of(value)
+        context = plain_tree(made_of.context, where=f"{path} (context of a {made_of.name})")
+        for name, part in made_of.parts.items():
+            if not isinstance(part, torch.Tensor):
+                raise UnsupportedValueError(
+                    str(path), found=f"a {made_of.name} whose {name} is no tensor"
+                )
+        parts = {
+            name: self._encode(part, path.attribute(name), depth + 3)
+            for name, part in made_of.parts.items()
+        }
+        sizes = [*made_of.size], [*made_of.strides]
+        return {"$subclass": [made_of.name, context, parts, *sizes]}
 
     def _examined(self, value: torch.Tensor, path: StatePath) -> FoundTensor:
         found = FoundTensor(value, path, self._name(path))

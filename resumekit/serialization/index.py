@@ -96,7 +96,7 @@ def header(records: Iterable[TensorRecord], ties: Mapping[str, str]) -> bytes:
 
 
 class _Form(NamedTuple):
-    """How an index is written: the name and the newest version of its format, and its fields."""
+    """How an index is written: the name and the version of its format, and its fields."""
 
     name: str
     version: int
@@ -107,6 +107,9 @@ _OF_ONE_RANK = _Form(
     "resumekit payload", 1, frozenset({"block_digests", "ties", "tensors", "states"})
 )
 _COMMON = _Form("resumekit sharded payload", 2, frozenset({"ties", "layouts", "tensors", "states"}))
+
+# Of an index of either form that has a tensor made of others.
+_WITH_SUBCLASSES = 3
 
 # Of all layouts of an index; a few characters can ask for any number.
 _MAX_VALUES = 1 << 25
@@ -163,7 +166,8 @@ class Index:
             UnsupportedValueError: there are more parts than a reader accepts.
         """
         form = _COMMON if self.is_common else _OF_ONE_RANK
-        fields: dict[str, Any] = {"format": form.name, "format_version": form.version}
+        version = _WITH_SUBCLASSES if _has_subclasses(self.states) else form.version
+        fields: dict[str, Any] = {"format": form.name, "format_version": version}
         if self.is_common:
             layouts, rows = self._shared_layouts()
             fields |= {"ties": dict(self.ties), "layouts": layouts, "tensors": rows}
@@ -240,6 +244,8 @@ class Index:
         try:
             fields = _parse(data, where, _COMMON if is_common else _OF_ONE_RANK)
             states, ties = typed(dict, fields["states"]), _ties(fields["ties"])
+            if fields["format_version"] < _WITH_SUBCLASSES and _has_subclasses(states):
+                raise ValueError(f"a $subclass in version {fields['format_version']}")
             rows = typed(dict, fields["tensors"])
             if is_common:
                 layouts = _layouts(
@@ -287,17 +293,22 @@ def _parse(data: bytes, where: str, form: _Form) -> dict[str, Any]:
     version = fields["format_version"]
     if type(version) is not int or version < 1:
         raise ValueError(f"the format version {str(version)[:80]!r}")
-    if version > form.version:
+    if version > _WITH_SUBCLASSES:
         raise FormatVersionError(
             where,
             found=f"format version {version}",
-            expected=f"at most {form.version}",
+            expected=f"at most {_WITH_SUBCLASSES}",
             remedy="Install a newer resumekit",
         )
     if set(fields) != {"format", "format_version", *form.fields}:
         named = str(sorted(set(fields) ^ form.fields))[:200]
         raise ValueError(f"unknown or missing fields: {named}")
     return fields
+
+
+def _has_subclasses(states: Mapping[str, Any]) -> bool:
+    # Of a text in the states the quotes would be escaped, and a key of the user's is in a list.
+    return '{"$subclass": [' in json.dumps(states)
 
 
 def _record_to_json(record: TensorRecord) -> dict[str, Any]:

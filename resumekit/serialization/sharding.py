@@ -8,11 +8,10 @@ searched at once. On disk each column is a few runs where the parts follow a mes
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -25,6 +24,7 @@ from torch import Tensor
 from resumekit.errors import UnsupportedValueError
 from resumekit.serialization.encoding import MAX_SIZE, typed
 from resumekit.serialization.leaves import ElementType
+from resumekit.serialization.tensors import is_subclass, parts_of
 
 WHOLE = "whole"  # the copy group of plain tensors
 
@@ -270,7 +270,7 @@ def sharded_like(partner: Any, local: Tensor) -> Any:
     spec = partner._spec
     meta = spec.tensor_meta._replace(dtype=local.dtype)
     kind = sys.modules["torch.distributed.tensor"].DTensor
-    return kind(local, dataclasses.replace(spec, tensor_meta=meta), requires_grad=False)
+    return kind(local, replace(spec, tensor_meta=meta), requires_grad=False)
 
 
 def sharded_dims(tensor: Any, where: str) -> list[int | None]:
@@ -307,7 +307,7 @@ def sharded_over(tensor: Any, shape: Sequence[int], dims: Sequence[int | None]) 
             parts = torch.chunk(local, mesh.size(number), dim)
             rank = mesh.get_local_rank(number)
             local = parts[rank] if rank < len(parts) else local.narrow(dim, 0, 0)
-    spec = dataclasses.replace(
+    spec = replace(
         tensor._spec,
         placements=tuple(placements),
         tensor_meta=tensor._spec.tensor_meta._replace(shape=whole.shape, stride=whole.stride()),
@@ -335,11 +335,13 @@ def part_like(partner: Any, saved: Any) -> Any:
 
 
 def fill(live: Any, saved: Any) -> None:
-    """Copies a saved tensor into a live one of the same shape, each rank its own part."""
-    source, target = local_part(part_like(live, saved)), local_part(live)
-    with torch.no_grad():
-        if target.numel():  # of a rank outside the mesh, nothing
-            target.copy_(source)
+    """Copies a saved tensor into a live one of the same kind, each rank its own part."""
+    if is_subclass(live):  # its own copy may round
+        for name, part in parts_of(live).parts.items():
+            fill(part, parts_of(saved).parts[name])
+    elif (target := local_part(live)).numel():  # of a rank outside the mesh, nothing
+        with torch.no_grad():
+            target.copy_(local_part(part_like(live, saved)))
 
 
 # ---------------------------------------------------------------- which rank wrote which part

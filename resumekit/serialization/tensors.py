@@ -9,9 +9,10 @@ tensors: a change of one is not visible in another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -106,6 +107,58 @@ class UniqueNames:
             name = f"{wanted}~{number}"
         self._taken.add(name)
         return name
+
+
+# ---------------------------------------------------------------- tensors made of others
+
+# Shards, and rows of different lengths, have rules of their own.
+_OTHER_CLASSES = ("torch.distributed.", "torch.nested.")
+
+
+@dataclass(frozen=True, eq=False)
+class StoredSubclass:
+    """A tensor made of others as a file describes it: its class is known only by name.
+
+    Args:
+        name: of the class, with its module.
+        context: what the class makes it of, beside tensors.
+        parts: the inner tensors by name; some may be of this kind again.
+        size: the outer shape.
+        strides: the outer strides.
+    """
+
+    name: str
+    context: Any
+    parts: Mapping[str, Any]
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def is_subclass(value: Any) -> bool:
+    """Whether it is a tensor made of others, live or stored, that is stored by its parts."""
+    return isinstance(value, StoredSubclass) or (
+        isinstance(value, torch.Tensor) and is_class_of_parts(type(value))
+    )
+
+
+@cache
+def is_class_of_parts(kind: Any) -> bool:
+    """Whether a class says of which tensors its objects are made."""
+    # torch 2.13 utils/_python_dispatch.py is_traceable_wrapper_subclass
+    has_parts = hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
+    is_other = any(each.__module__.startswith(_OTHER_CLASSES) for each in kind.__mro__)
+    return issubclass(kind, torch.Tensor) and has_parts and not is_other
+
+
+def parts_of(value: Any) -> StoredSubclass:
+    """What a tensor made of others consists of, without a copy."""
+    if isinstance(value, StoredSubclass):
+        return value
+    kind = type(value)
+    names, context = value.__tensor_flatten__()
+    parts = {name: getattr(value, name) for name in names}
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    return StoredSubclass(name, context, parts, tuple(value.size()), tuple(value.stride()))
 
 
 # ---------------------------------------------------------------- which tensors are stored

@@ -329,6 +329,7 @@ _REASONS = {
         'Install it with: pip install "resumekit[{}]"',
         "Install it with: pip install pytest",
         "Install the torch that wrote the checkpoint, or a newer one",
+        "Install the version of its library that wrote the checkpoint",
         "Install those",
         "Resume with the version of the framework that wrote the checkpoint",
     ),

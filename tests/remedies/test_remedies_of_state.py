@@ -8,6 +8,7 @@ import random
 import re
 import secrets
 from collections.abc import Callable, Iterator
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from tensor_classes import Rows
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
@@ -294,3 +296,63 @@ def test_another_order_is_drawn_at_once_or_from_a_generator(
     remedy.of(resumes_with, tmp_path / "a", make, moves=moves, strict=False)
     make = partial(Drawing, repeatable, is_lazy=not moves)
     assert resumes_with(tmp_path / "b", make, moves=moves)
+
+
+# ---------------------------------------------------------------- tensors made of others
+
+
+class Unlisted(Rows):
+    """Of no library that adds its classes."""
+
+
+@pytest.mark.remedy(
+    "Import it before the resume, and add it with torch.serialization.add_safe_globals if its "
+    "library does not"
+)
+def test_a_class_that_no_live_tensor_has_is_added_to_the_safe_globals(
+    tmp_path: Path, remedy: Remedy
+) -> None:
+    def checkpointer(**extras: Any) -> Checkpointer:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        return Checkpointer(tmp_path, model=model, optimizer=optimizer, extras=extras)
+
+    moment = Unlisted.of(torch.randn(3, 2))
+    with checkpointer(moment=moment) as first:
+        first.save()
+    with checkpointer() as second:
+        remedy.of(second.resume)
+    known = torch.serialization.get_safe_globals()
+    try:
+        torch.serialization.add_safe_globals([Unlisted])
+        with checkpointer() as third:
+            third.resume()
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(known)
+
+
+class Kind(Enum):
+    SIGNED = "signed"
+
+
+class Labelled(Rows):
+    """Has an enum in its context, which would be read as its value."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        names, context = super().__tensor_flatten__()
+        return names, {**context, "kind": Kind.SIGNED}
+
+
+@pytest.mark.remedy("Store a plain tensor")
+def test_a_tensor_with_an_enum_in_its_context_is_stored_as_a_plain_one(
+    tmp_path: Path, remedy: Remedy
+) -> None:
+    labelled = Labelled.of(torch.randn(3, 2))
+    extras = {"values": labelled}
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Checkpointer(tmp_path, model=model, optimizer=optimizer, extras=extras) as checkpointer:
+        remedy.of(checkpointer.save)
+        extras["values"] = labelled.dequantize()
+        checkpointer.save()

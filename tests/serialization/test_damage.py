@@ -234,7 +234,7 @@ def test_an_index_and_a_header_that_agree_on_nonsense_are_found(
 
 
 def test_an_index_of_a_newer_format_is_not_called_damaged(checkpoints: Any) -> None:
-    step = forged(checkpoints, lambda fields: fields.update(format_version=2, more=1))
+    step = forged(checkpoints, lambda fields: fields.update(format_version=4, more=1))
     with pytest.raises(FormatVersionError, match="newer resumekit"):
         read_payload(step, "state", 0)
 

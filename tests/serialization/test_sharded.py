@@ -362,7 +362,7 @@ def damaged(index: Any, name: str) -> None:
         "a field more": lambda: row.__setitem__("more", 1),
         "too many dimensions": lambda: row.__setitem__("shape", [1] * 70),
         "another format": lambda: index.__setitem__("format", "resumekit payload"),
-        "a newer format": lambda: index.__setitem__("format_version", 3),
+        "a newer format": lambda: index.__setitem__("format_version", 4),
         "no states": lambda: index.pop("states"),
         "a state of another key": lambda: index.__setitem__("states", {"ema": {}}),
         "a tensor that is not there": lambda: index["tensors"].pop("w"),

@@ -43,6 +43,7 @@ from resumekit.run.saving.snapshot import Snapshot
 from resumekit.serialization.deferral import Deferral, LoadMemory
 from resumekit.serialization.index import stem_of
 from resumekit.serialization.reading import StoredSource, read_payload, read_sharded
+from resumekit.serialization.subclasses import Builder
 from resumekit.state import (
     InPlace,
     Renamed,
@@ -513,6 +514,11 @@ def is_sharded(record: ComponentRecord, live: StateComponent | None) -> bool:
     return was_whole and live is not None and live.sharing_pattern is sharded
 
 
+def built(component: StateComponent, state: Any) -> Any:
+    """The saved state of a component, with its tensors of classes of their own."""
+    return Builder(component.key, component.stateful.state_dict).build(state)
+
+
 def read_sharded_component(
     reader: StepReader,
     record: ComponentRecord,
@@ -545,7 +551,7 @@ def read_sharded_component(
     return read_sharded(
         source,
         lambda state: pairs_of(live.state, state),
-        partial(check_state, live),
+        lambda state: check_state(live, built(live, state)),
         merge=lambda states: renames.of(live, merge_states(live.state, record.key, states)),
         part_of=partial(part_of, live.state) if in_stages else None,
     )

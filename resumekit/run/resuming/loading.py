@@ -31,7 +31,7 @@ from resumekit.run.resuming.compatibility import (
     of_other_frameworks,
     regrouped_buffers,
 )
-from resumekit.run.resuming.finder import Finder, Found, models_first
+from resumekit.run.resuming.finder import Finder, Found, built, models_first
 from resumekit.run.resuming.state_origins import StateOrigins
 from resumekit.serialization.digests import state_digest
 from resumekit.state import (
@@ -331,7 +331,7 @@ class Loading:
             key, stateful = component.key, component.stateful
             if key not in self.found.states:
                 continue
-            state = self.found.states[key]
+            state = self.found.states[key] = built(component, self.found.states[key])
             check_state(component, state)  # not all were known when it was read
             if not isinstance(stateful, ComponentState):
                 require_loadable(key, stateful, state)
@@ -347,7 +347,7 @@ class Loading:
             if isinstance(stateful, InPlace):
                 state = self.found.deferral.complete(key, state, stateful.live_tensors)
             if state is not states[key]:  # built again from the names of the file
-                state = self.found.renames.of(component, state)
+                state = self.found.renames.of(component, built(component, state))
             with live_load(key):
                 notes += _words(stateful.load_state_dict(state))
         return notes
