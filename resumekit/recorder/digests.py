@@ -20,8 +20,16 @@ from resumekit.record.trace import device_states
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """The digest of dtype, shape and bytes; of a sharded tensor, of the shard of this rank."""
-    local = local_part(tensor).detach()
+    """The digest of dtype, shape and bytes; of a sharded tensor, of the shard of this rank.
+
+    A tensor made of others, such as an 8-bit moment, counts by its parts.
+    """
+    local = local_part(tensor)
+    if hasattr(local, "__tensor_flatten__"):  # torch 2.13 utils/_python_dispatch.py
+        names, _ = local.__tensor_flatten__()
+        parts = (tensor_digest(getattr(local, name)) for name in names)
+        return combined([type(local).__qualname__, *parts])
+    local = local.detach()
     digest = xxhash.xxh3_64(f"{local.dtype} {tuple(local.shape)}".encode())
     if local.numel() and not local.is_meta:
         digest.update(byte_view(local).numpy().data)
