@@ -110,8 +110,8 @@ def _train(
             with torch.no_grad():
                 if isinstance(first.weight, Rows):
                     first.weight.set_to(0.99 * first.weight.dequantize())
-                # The same on all ranks.
-                average.set_to(0.9 * average.dequantize() + last.weight[:, :4])
+                if layout != "fsdp":  # the same on all ranks
+                    average.set_to(0.9 * average.dequantize() + last.weight[:, :4])
             checkpointer.step(loss=loss)
             losses.write(f"{checkpointer.progress.step} {loss.item().hex()}\n")
             losses.flush()

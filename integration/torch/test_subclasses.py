@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -93,9 +94,17 @@ def test_moments_left_out_are_caught(kit: Kit) -> None:
 
 @needs_torchao
 @pytest.mark.full
-def test_a_moment_that_is_sharded_is_refused_by_its_name(kit: Kit) -> None:
-    options = {"optimizer": "AdamW8bit", "layout": "fsdp"}
-    run = kit.run_again(kit.new_run(Cell(train, options, 2)))
+def test_a_sharded_moment_is_refused_by_its_name_at_the_save_and_at_a_resume(kit: Kit) -> None:
+    allowed = {"allow_changes": ["world_size", "batch_size"]}
+    options = {"optimizer": "AdamW8bit", "checkpoint": allowed}
+    sharded = Cell(train, {**options, "layout": "fsdp"}, 2)
+    run = kit.run_again(kit.new_run(sharded))
     assert "UnsupportedValueError" in run.failure
     assert "OptimState8bit" in run.failure
     assert "exp_avg" in run.failure
+
+    run = kit.run_again(kit.new_run(Cell(train, options, 1)), kill=KillPoint.checkpoint(3))
+    run = kit.run_again(replace(run, cell=sharded))
+    assert "StateMismatchError" in run.failure
+    assert "exp_avg" in run.failure
+    assert "a moment of a sharded parameter" in run.failure

@@ -349,7 +349,7 @@ def test_a_tensor_with_an_enum_in_its_context_is_stored_as_a_plain_one(
     tmp_path: Path, remedy: Remedy
 ) -> None:
     labelled = Labelled.of(torch.randn(3, 2))
-    extras = {"values": labelled}
+    extras: dict[str, Any] = {"values": labelled}
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with Checkpointer(tmp_path, model=model, optimizer=optimizer, extras=extras) as checkpointer:
