@@ -122,7 +122,8 @@ class BatchRecord:
 def _set_digest(tensor: torch.Tensor) -> str:
     if not tensor.ndim:
         return tensor_digest(tensor)
-    if len(tensor) > _MAX_SAMPLES or not tensor.numel() or tensor.is_meta:
+    is_plain = not (tensor.is_meta or hasattr(tensor, "__tensor_flatten__"))
+    if not is_plain or len(tensor) > _MAX_SAMPLES or not tensor.numel():
         return ""
     rows = byte_view(tensor).reshape(len(tensor), -1).numpy()
     total = sum(xxhash.xxh3_64_intdigest(row.data) for row in rows)

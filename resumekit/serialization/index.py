@@ -244,13 +244,12 @@ class Index:
         try:
             fields = _parse(data, where, _COMMON if is_common else _OF_ONE_RANK)
             states, ties = typed(dict, fields["states"]), _ties(fields["ties"])
-            if fields["format_version"] < _WITH_SUBCLASSES and _has_subclasses(states):
-                raise ValueError(f"a $subclass in version {fields['format_version']}")
+            version = fields["format_version"]
+            if version < _WITH_SUBCLASSES and b"$subclass" in data and _has_subclasses(states):
+                raise ValueError(f"a $subclass in version {version}")
             rows = typed(dict, fields["tensors"])
             if is_common:
-                layouts = _layouts(
-                    typed(list, fields["layouts"]), fields["format_version"], max_parts
-                )
+                layouts = _layouts(typed(list, fields["layouts"]), version, max_parts)
                 tensors = _tensors(rows, layouts, where)
                 return cls(states, ties=ties, tensors=tensors, is_common=True)
             block_digests = typed(list, fields["block_digests"])

@@ -82,7 +82,8 @@ class Builder:
             if all(made[key] is each for key, each in state.items()):
                 return state
             other = copy.copy(state)
-            other.update(made)
+            for key, each in made.items():  # the update() of a Counter adds
+                other[key] = each
             return other
         if not isinstance(state, list | tuple | deque) or _has_numbers(state):
             return state

@@ -106,6 +106,16 @@ def test_their_own_copy_would_not_restore_them() -> None:
     assert made.rest.data_ptr() != source.rest.data_ptr()
 
 
+def test_a_large_weight_that_is_not_trained_is_in_the_file_of_such_weights(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(1200, 1200, bias=False), nn.Linear(1200, 2))
+    model[0].weight = nn.Parameter(Rows.of(torch.randn(1200, 1200)), requires_grad=False)
+    optimizer = torch.optim.SGD(model[1].parameters())
+    with Checkpointer(tmp_path, model=model, optimizer=optimizer) as checkpointer:
+        checkpointer.save()
+    (index,) = tmp_path.glob("step-*/model/rank-00000.frozen.json")
+    assert set(json.loads(index.read_bytes())["tensors"]) == {"0.weight.codes", "0.weight.scale"}
+
+
 # ---------------------------------------------------------------- refused before anything changes
 
 

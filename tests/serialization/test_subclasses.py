@@ -112,6 +112,20 @@ def test_such_a_tensor_in_an_old_version_is_damage(checkpoints: Any) -> None:
         read_payload(checkpoints.forge(data), "state", 0)
 
 
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_a_copy_for_a_save_in_the_background_has_the_parts_as_they_were(
+    checkpoints: Any, is_copied: bool
+) -> None:
+    moment, expected = Refined.of(values()), Refined.of(values())
+    payload = Payload.of_states("state", 0, {"value": {"moment": moment}})
+    if is_copied:
+        payload.copy_into(memoryview(bytearray(payload.image_bytes)))
+    moment.set_to(values(1))
+    saved = read_payload(checkpoints.commit(payload.write), "state", 0)["value"]
+    # Without the copy it has the parts as they are now: the comparison sees them.
+    assert are_equal(built(saved["moment"]), expected) is is_copied
+
+
 # ---------------------------------------------------------------- refused at the save
 
 
