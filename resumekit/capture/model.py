@@ -395,7 +395,7 @@ def frozen_of(state: ComponentState) -> frozenset[str]:
     if not isinstance(state, ModelState):
         return frozenset()
     frozen = frozen_parameters(state.module, state._parts())
-    return frozenset(path.name for path, _ in leaves_of(frozen))
+    return frozenset(path.name for path, _ in leaves_of(frozen) if frozen)
 
 
 def _loads_plainly(module: nn.Module) -> bool:
