@@ -19,6 +19,7 @@ from torch import Tensor
 from resumekit.errors import StateMismatchError, UnsupportedValueError
 from resumekit.serialization.encoding import as_numbers, plain_tree
 from resumekit.serialization.tensors import (
+    StatePath,
     StoredSubclass,
     is_class_of_parts,
     is_subclass,
@@ -69,16 +70,21 @@ class Builder:
         self._key = key
         self._live = live
 
-    def build(self, state: Any) -> Any:
+    def build(self, state: Any, path: StatePath | None = None) -> Any:
         """The state with tensors of the class that each was saved with.
+
+        Args:
+            state: nested state.
+            path: of it; by default the component's.
 
         Raises:
             StateMismatchError: there is no such class, or it makes something else of the parts.
         """
+        path = path or StatePath(self._key)
         if isinstance(state, StoredSubclass):
-            return self._tensor(state)
+            return self._tensor(state, path)
         if isinstance(state, dict):
-            made = {key: self.build(each) for key, each in state.items()}
+            made = {key: self.build(each, path.key(key)) for key, each in state.items()}
             if all(made[key] is each for key, each in state.items()):
                 return state
             other = copy.copy(state)
@@ -87,33 +93,33 @@ class Builder:
             return other
         if not isinstance(state, list | tuple | deque) or _has_numbers(state):
             return state
-        items = [self.build(each) for each in state]
+        items = [self.build(each, path.index(number)) for number, each in enumerate(state)]
         if all(a is b for a, b in zip(items, state, strict=True)):
             return state
         if isinstance(state, deque):
             return deque(items, state.maxlen)
         return items if isinstance(state, list) else getattr(type(state), "_make", tuple)(items)
 
-    def _tensor(self, stored: StoredSubclass) -> Any:
-        kind = self._classes.get(stored.name)
+    def _tensor(self, stored: StoredSubclass, path: StatePath) -> Any:
+        kind, expected = self._classes.get(stored.name), described(stored)
         if kind is None:
             raise StateMismatchError(
-                self._key,
+                str(path),
                 found=f"a tensor of class {stored.name:.200}, which no live tensor has",
                 expected="one of torch.serialization.get_safe_globals(), or of the live state",
                 remedy="Import it before the resume, and add it with "
                 "torch.serialization.add_safe_globals if its library does not",
             )
-        parts = {name: self.build(part) for name, part in stored.parts.items()}
+        parts = {n: self.build(part, path.attribute(n)) for n, part in stored.parts.items()}
         try:
             made = _unflatten(kind, stored, parts)
             found = described(made)
         except Exception as error:  # noqa: BLE001 - the code of the class raises anything
             found = f"{error!r:.200}"
-        if found != described(stored):
+        if found != expected:
             raise StateMismatchError(
-                self._key,
-                found=f"the class makes {found} of {described(stored)}",
+                str(path),
+                found=f"the class makes {found} of {expected}",
                 expected="a tensor that is made of the same again",
                 remedy="Install the version of its library that wrote the checkpoint",
             )

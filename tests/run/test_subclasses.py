@@ -25,6 +25,7 @@ from resumekit.cli import main
 from resumekit.dcp import StorageReader
 from resumekit.errors import NoUsableCheckpointError, ResumekitError, StateMismatchError
 from resumekit.recorder.digests import tensor_digest
+from resumekit.serialization.deferral import PendingState
 
 Inner = dict[str, Tensor]
 
@@ -104,6 +105,33 @@ def test_their_own_copy_would_not_restore_them() -> None:
     made = Restorer()(None, source)
     assert are_equal(plain_parts(made), plain_parts(source))
     assert made.rest.data_ptr() != source.rest.data_ptr()
+
+
+@pytest.mark.parametrize("available", [0, 1 << 40], ids=["two passes", "buffer"])
+def test_beside_large_tensors_that_are_read_into_live_ones_they_are_built_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available: int
+) -> None:
+    monkeypatch.setattr("resumekit.run.saving.snapshot.available_memory", lambda root: available)
+    read = PendingState.read
+    passes: list[object] = []
+    monkeypatch.setattr(PendingState, "read", lambda *given: passes.append(1) or read(*given))  # type: ignore[func-returns-value]
+
+    def made(seed: int) -> tuple[nn.Sequential, Checkpointer]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 4, bias=False))
+        model[1].weight = nn.Parameter(Rows.of(torch.randn(4, 200)), requires_grad=False)
+        optimizer = torch.optim.SGD(model[0].parameters())
+        return model, Checkpointer(tmp_path, model=model, optimizer=optimizer)
+
+    model, first = made(0)
+    with first:
+        first.save()
+    again, second = made(1)
+    with second:
+        second.resume()
+    assert torch.equal(again[0].weight, model[0].weight)
+    assert are_equal(plain_parts(again[1].weight), plain_parts(model[1].weight))
+    assert bool(passes) == (available == 0)
 
 
 def test_a_large_weight_that_is_not_trained_is_in_the_file_of_such_weights(tmp_path: Path) -> None:

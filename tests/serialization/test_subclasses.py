@@ -232,6 +232,7 @@ def test_what_the_class_does_not_make_again_is_a_typed_error(name: str) -> None:
     assert are_equal(built(stored()), Rows.of(values()))
     with pytest.raises(StateMismatchError) as caught:
         built({"a": [HOSTILE[name]]})
+    assert str(caught.value).startswith("value['a'][0]")
     assert caught.value.remedy
 
 
