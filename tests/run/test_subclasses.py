@@ -108,7 +108,7 @@ def test_their_own_copy_would_not_restore_them() -> None:
 
 
 @pytest.mark.parametrize("available", [0, 1 << 40], ids=["two passes", "buffer"])
-def test_beside_large_tensors_that_are_read_into_live_ones_they_are_built_as_well(
+def test_they_are_built_where_large_tensors_are_read_into_live_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available: int
 ) -> None:
     monkeypatch.setattr("resumekit.run.saving.snapshot.available_memory", lambda root: available)
