@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from resumekit.errors import StateMismatchError
-from resumekit.export.weights import Weights, in_parts
+from resumekit.export.weights import Weights, batches_of
 from resumekit.serialization.index import header
 from resumekit.serialization.leaves import buffers_of
 
@@ -34,7 +34,7 @@ def _safetensors(path: Path, weights: Weights, max_bytes: int | None) -> None:
         _one_file(path, weights, [*weights.sizes])
         return
     path.mkdir()
-    shards = [*in_parts([*weights.sizes], weights.sizes, max_bytes)]
+    shards = [*batches_of([*weights.sizes], weights.sizes, max_bytes)]
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -103,9 +103,9 @@ def _one_file(path: Path, weights: Weights, names: Sequence[str]) -> None:
 
 
 @contextmanager
-def _mapped(beside: Path, weights: Weights) -> Iterator[dict[str, Tensor]]:
+def _mapped(path: Path, weights: Weights) -> Iterator[dict[str, Tensor]]:
     """The tensors, in a file that is mapped for as long: they take no memory of their own."""
-    file = beside.with_name(f"{beside.name}.mapped")
+    file = path.with_name(f"{path.name}.mapped")
     records = weights.arranged([*weights.sizes])
     begin = len(header(records, {}))
     try:

@@ -87,7 +87,7 @@ class Weights:
             CheckpointError: damage, or an I/O error.
             ConfigurationError: a value is too large for the type.
         """
-        for batch in in_parts(names, self.sizes, _BATCH_BYTES):
+        for batch in batches_of(names, self.sizes, _BATCH_BYTES):
             yield from self._read(batch)
 
     def _read(self, names: Sequence[str]) -> Iterator[Tensor]:
@@ -105,7 +105,9 @@ class Weights:
             yield _cast(name, value, self._types[name])
 
 
-def in_parts(names: Iterable[str], sizes: Mapping[str, int], max_bytes: int) -> Iterator[list[str]]:
+def batches_of(
+    names: Iterable[str], sizes: Mapping[str, int], max_bytes: int
+) -> Iterator[list[str]]:
     """Names in their order, in lists of at most so many bytes or of one name."""
     part: list[str] = []
     length = 0

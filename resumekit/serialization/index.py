@@ -166,8 +166,7 @@ class Index:
             UnsupportedValueError: there are more parts than a reader accepts.
         """
         form = _COMMON if self.is_common else _OF_ONE_RANK
-        version = _WITH_SUBCLASSES if _has_subclasses(self.states) else form.version
-        fields: dict[str, Any] = {"format": form.name, "format_version": version}
+        fields: dict[str, Any] = {"format": form.name, "format_version": form.version}
         if self.is_common:
             layouts, rows = self._shared_layouts()
             fields |= {"ties": dict(self.ties), "layouts": layouts, "tensors": rows}
@@ -175,7 +174,11 @@ class Index:
             rows = {record.name: _record_to_json(record) for record in self.records}
             fields |= {"block_digests": list(self.block_digests), "ties": dict(self.ties)}
             fields["tensors"] = rows
-        return (_readable({**fields, "states": dict(self.states)}) + "\n").encode("ascii")
+        fields["states"] = dict(self.states)
+        text = _readable(fields)
+        if "$subclass" in text and _has_subclasses(self.states):
+            text = _readable({**fields, "format_version": _WITH_SUBCLASSES})
+        return (text + "\n").encode("ascii")
 
     def _shared_layouts(self) -> tuple[list[Any], dict[str, Any]]:
         """The different layouts as JSON, and the row of each tensor with the number of its own."""

@@ -398,12 +398,12 @@ def test_a_directory_of_a_live_run_is_refused(tmp_path: Path) -> None:
 
 def test_damage_fails_the_load_and_the_check(tmp_path: Path) -> None:
     save({"a": torch.ones(2)}, tmp_path)
-    assert verify_directory(tmp_path, step=None)
+    assert verify_directory(tmp_path, step=None, as_json=False)
     path = tmp_path / "step-00000001" / "dcp" / "rank-00000.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    assert not verify_directory(tmp_path, step=None)
+    assert not verify_directory(tmp_path, step=None, as_json=False)
     state = {"a": torch.zeros(2)}
     with pytest.raises(CheckpointException) as raised:
         dcp.load(state, storage_reader=StorageReader(tmp_path))

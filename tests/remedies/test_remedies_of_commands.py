@@ -94,6 +94,16 @@ def test_a_file_in_the_way_is_removed(tmp_path: Path, remedy: Remedy, command: C
     assert not command(*words)
 
 
+@pytest.mark.remedy("Export it as safetensors")
+def test_what_is_no_pretrained_model_is_exported_as_safetensors(
+    tmp_path: Path, remedy: Remedy, command: Command
+) -> None:
+    saved(tmp_path / "run", "model")
+    words = ("export", tmp_path / "run", tmp_path / "out", "--to")
+    assert "safetensors" in remedy.in_text(command(*words, "pretrained"))
+    assert not command(*words, "safetensors")
+
+
 @pytest.mark.remedy("Pass --component with one of them")
 def test_one_of_several_models_is_named(tmp_path: Path, remedy: Remedy, command: Command) -> None:
     saved(tmp_path / "run", "model/a", "model/b")
