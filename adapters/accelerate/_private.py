@@ -17,6 +17,14 @@ ITERATION = PrivateName(
     is_written=True,
 )
 
+# Of a loader with use_stateful_dataloader: whether its first iterator, which Accelerate makes when
+# it prepares the loader, has still to be used. A later one draws a random number.
+IS_FIRST = PrivateName(
+    "base_dataloader._initial_iter_for_state_dict",
+    "torchdata 0.11 stateful_dataloader.py StatefulDataLoader",
+    is_optional=True,
+)
+
 # Each name is defined where it is listed, so that none is left unchecked.
 NAMES = (
     MODELS,
@@ -45,4 +53,4 @@ def accelerator_faults(accelerator: Any) -> Iterator[str]:
     """
     yield from faults(accelerator, NAMES)
     for each in () if LOADERS.fault(accelerator) else LOADERS.of(accelerator):
-        yield from faults(each, (ITERATION,))
+        yield from faults(each, (ITERATION, IS_FIRST))

@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from resumekit.adapters.accelerate._private import ITERATION
+from resumekit.adapters.accelerate._private import IS_FIRST, ITERATION
 from resumekit.capture.rng import GeneratorState, generator_state, set_generator_state
 from resumekit.data.loader_traits import LoaderTraits, is_seeded_by_epoch
 from resumekit.data.position import DEFAULT_NAME, PASS_WHOLE_LOADER, SkippedLoader
@@ -78,9 +78,13 @@ def _origin_of(loader: Any) -> tuple[int, int | None]:
     return id(drawn), sum(counts) if counts else None
 
 
-class _LoaderState(TypedDict):
+class _PlainState(TypedDict):
     iteration: Count
     generators: dict[str, GeneratorState]
+
+
+class _LoaderState(_PlainState, total=False):
+    has_begun: bool  # of a stateful loader
 
 
 _LoadersState = TypedDict(  # noqa: UP013 - only stored names
@@ -133,6 +137,8 @@ class OtherLoaders(Checked, AfterRng):
             state = states.get(str(number))
             if state is not None:
                 ITERATION.write(loader, state["iteration"])
+                if IS_FIRST.of(loader) and state.get("has_begun", False):
+                    loader.base_dataloader.load_state_dict({})  # drops the first iterator
                 for name in generators.keys() & state["generators"].keys():
                     set_generator_state(generators[name], state["generators"][name])
 
@@ -157,4 +163,5 @@ def _generators(loader: Any, taken: Collection[int]) -> dict[str, Any]:
 
 def _state(loader: Any, generators: Mapping[str, Any]) -> dict[str, Any]:
     states = {name: generator_state(each) for name, each in generators.items()}
-    return {"iteration": ITERATION.of(loader), "generators": states}
+    found = {"iteration": ITERATION.of(loader), "generators": states}
+    return found if IS_FIRST.of(loader) in (None, True) else {**found, "has_begun": True}

@@ -92,6 +92,5 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             checkpointer.step(loss=loss)
-        if not stateful:
-            next(iter(validation))  # it has an order of its own
+        next(iter(validation))  # it has an order of its own
     checkpointer.close()

@@ -26,7 +26,13 @@ FEEDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.quick("a map-1-*", "a map-2-second", "a stream-1-first", "a stream, dispatched-2-*")
+@pytest.mark.quick(
+    "a map-1-*",
+    "a map, stateful-1-second",
+    "a map-2-second",
+    "a stream-1-first",
+    "a stream, dispatched-2-*",
+)
 @pytest.mark.parametrize("kill", ["first", "second"])
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("feed", FEEDS)
