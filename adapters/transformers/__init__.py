@@ -103,7 +103,7 @@ class ResumeCallback(TrainerCallback):
             ),
             extras=self._extras,
             generators=generators,
-            **{**with_defaults(options, trainer.args, max_steps), **self._asked},
+            **with_defaults(self._with_asked(options), trainer.args, max_steps),
         )
         self._open = ExitStack()  # closes the Checkpointer after an error in train()
         self._finished_on: Any = None  # the data set of a train() that has finished
@@ -112,6 +112,13 @@ class ResumeCallback(TrainerCallback):
         self._in_training = False
         self._loss: Any = None  # of the batches of the step in progress
         self.attach(trainer)
+
+    def _with_asked(self, options: OptionKeywords) -> OptionKeywords:
+        """The options, with the step that a ``train()`` is to resume."""
+        given = options.copy()
+        if "resume_from" in self._asked:
+            given["resume_from"] = self._asked["resume_from"]
+        return given
 
     def attach(self, trainer: Any) -> None:
         """Replaces five methods of this Trainer object, for which there is no callback event.

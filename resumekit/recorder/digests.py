@@ -24,7 +24,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
     A tensor made of others, such as an 8-bit moment, counts by its parts.
     """
-    local = local_part(tensor)
+    local: Any = local_part(tensor)
     if hasattr(local, "__tensor_flatten__"):  # torch 2.13 utils/_python_dispatch.py
         names, _ = local.__tensor_flatten__()
         parts = (tensor_digest(getattr(local, name)) for name in names)

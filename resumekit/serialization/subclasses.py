@@ -111,6 +111,7 @@ class Builder:
                 "torch.serialization.add_safe_globals if its library does not",
             )
         parts = {n: self.build(part, path.attribute(n)) for n, part in stored.parts.items()}
+        made = None
         try:
             made = _unflatten(kind, stored, parts)
             found = described(made)
