@@ -45,14 +45,16 @@ def prepared_loader(
     origin, num_skipped = _origin_of(loader)
     if num_skipped is not None and (num_skipped or not is_known):
         whole = [each for each in prepared if _origin_of(each) == (origin, 0)]
-        if len(whole) != 1:
+        if len(whole) == 1:
+            return SkippedLoader(whole[0], num_skipped)
+        # Else one that the script has made as Accelerate does, and that skips nothing.
+        if num_skipped or whole or not hasattr(loader, "skip_batches"):
             raise ConfigurationError(
                 f"batches(name={name!r})",
                 found=f"a loader from skip_first_batches() that fits {len(whole)} prepared ones",
                 expected="one of a prepared loader",
                 remedy=PASS_WHOLE_LOADER,
             )
-        return SkippedLoader(whole[0], num_skipped)
     if warns and isinstance(loader, DataLoader) and not is_known:
         logger.warning(
             "batches(name=%r): the loader was not prepared, so each rank goes through all of it; "

@@ -47,9 +47,11 @@ class Rows(_Coded):
 
     @staticmethod
     def __new__(cls, codes: Tensor, scale: Tensor, num_levels: int, dtype: torch.dtype) -> Rows:
-        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
+        made: Any = Tensor
+        wrapper: Rows = made._make_wrapper_subclass(
             cls, codes.shape, dtype=dtype, device=codes.device
         )
+        return wrapper
 
     def __init__(self, codes: Tensor, scale: Tensor, num_levels: int, dtype: torch.dtype) -> None:
         self.codes, self.scale, self.num_levels = codes, scale, num_levels
@@ -89,9 +91,11 @@ class Refined(_Coded):
 
     @staticmethod
     def __new__(cls, rows: Rows, rest: Tensor) -> Refined:
-        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
+        made: Any = Tensor
+        wrapper: Refined = made._make_wrapper_subclass(
             cls, rows.shape, dtype=rows.dtype, device=rest.device
         )
+        return wrapper
 
     def __init__(self, rows: Rows, rest: Tensor) -> None:
         self.rows, self.rest = rows, rest

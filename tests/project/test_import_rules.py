@@ -254,7 +254,7 @@ BUDGET: dict[str, int] = {
     # 10: the processes that have a Checkpointer; 35: paths that scripts pass to their framework
     "attach": 405,
     # 160: the types of saved loop states; 15: ckpt_path; 15: the entry points of Lightning
-    "adapters": 2_730,
+    "adapters": 2_735,
     "recorder": 575,  # 5: tensors made of others
     "prove": 2_230,  # has the likely causes, for the terminal and the page
     "supervisor": 330,  # 40: the end of a command whose supervisor was killed
