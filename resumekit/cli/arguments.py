@@ -18,6 +18,12 @@ TrainingCommand = Annotated[
 ResultFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")
 ]
+AllowWrites = Annotated[
+    bool,
+    typer.Option(
+        "--allow-writes", help="Run even where an overlay cannot protect the working directory."
+    ),
+]
 
 
 def existing(path: Path) -> Path:

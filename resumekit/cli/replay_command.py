@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from resumekit.cli.arguments import Directory, ResultFile, TrainingCommand, existing
+from resumekit.cli.arguments import AllowWrites, Directory, ResultFile, TrainingCommand, existing
 from resumekit.cli.output_files import require_file_path, write_file
 
 _EXIT_NOT_IDENTICAL = 1
@@ -41,12 +41,7 @@ def replay(
         Path | None,
         typer.Option(metavar="NEW", help="Keep the run directory of the replay here."),
     ] = None,
-    allow_writes: Annotated[
-        bool,
-        typer.Option(
-            "--allow-writes", help="Run even where an overlay cannot protect the working directory."
-        ),
-    ] = False,
+    allow_writes: AllowWrites = False,
     json_path: ResultFile = None,
     html_path: Annotated[
         Path | None,

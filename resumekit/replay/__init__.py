@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from resumekit.replay.result import CheckpointResult, RankResult, ReplayResult
 from resumekit.replay.runner import replay
+from resumekit.replay.running import isolated
 
-__all__ = ["CheckpointResult", "RankResult", "ReplayResult", "replay"]
+__all__ = ["CheckpointResult", "RankResult", "ReplayResult", "isolated", "replay"]

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 
 from resumekit.errors import (
     CheckpointError,
@@ -18,24 +14,13 @@ from resumekit.errors import (
     ConfigurationError,
     ReplayError,
 )
-from resumekit.launcher.processes import Launch, handled_signals, processes_of
 from resumekit.record.journal import DIRECTORY, STEP, Attempt, find_attempts
-from resumekit.replay.isolation import (
-    Isolation,
-    changed_files,
-    list_files,
-    offline_environment,
-    outermost,
-    remove_layer,
-)
 from resumekit.replay.result import RankResult, ReplayResult, compare_rank, compare_saved
-from resumekit.replay_plan import VARIABLE, ReplayPlan
+from resumekit.replay.running import isolated
+from resumekit.replay_plan import ReplayPlan
 from resumekit.storage.directories import StepName
 from resumekit.storage.manifest import StepReader
 from resumekit.storage.store import Store
-
-_ENDING = (signal.SIGTERM, signal.SIGHUP)
-_GRACE_SECONDS = 5.0  # of the 10 that docker stop gives
 
 
 @dataclass(frozen=True)
@@ -175,50 +160,24 @@ def replay(
             of this run.
         SystemExit: SIGTERM or SIGHUP came, which the command has received too, and has ended.
     """
-    _require_program(command)
     chosen = select_steps(directory, from_step, num_steps, to_journal_end=until_differs)
-    # What is ignored, as under nohup, stays so.
-    ending = [each for each in _ENDING if signal.getsignal(each) != signal.SIG_IGN]
-    with handled_signals(_end, *ending), _directories(keep, directory) as (scratch, layers):
-        isolation = Isolation(outermost([Path.cwd(), directory]), layers, scratch)
-        obstacle = isolation.obstacle()
-        if obstacle and not allow_writes:
-            raise ConfigurationError(
-                "overlay",
-                found=f"not possible here ({obstacle}), so the command could change your files",
-                remedy="Pass --allow-writes, in a copy of this directory if its files matter",
-            )
+    kept = None if keep is None else _empty(keep, directory)
+    with isolated(
+        command,
+        [Path.cwd(), directory],
+        kept,
+        example="replay runs/a --from 500",
+        allow_writes=allow_writes,
+    ) as (isolated_command, scratch):
+        overlay = f"{'no ' if isolated_command.obstacle else ''}overlay over the files"
         on_event(
             f"replaying steps {chosen.first_step} to {chosen.last_step} of {directory}, "
-            f"from {chosen.begin.name}, {'no ' if obstacle else ''}overlay over the files"
+            f"from {chosen.begin.name}, {overlay}"
         )
         plan = _prepared(chosen, directory, scratch, until_differs=until_differs)
-        environment = offline_environment(os.environ, scratch, layers / "launcher")
-        environment[VARIABLE] = plan.to_text()
-        if not obstacle:
-            status = _run(isolation.command(command), environment)
-            return _result(chosen, scratch, status, command)
-        before = list_files(isolation.directories, but=scratch)
-        status = _run(command, environment)
-        after = list_files(isolation.directories, but=scratch)
-        written = None if before is None or after is None else changed_files(before, after)
-        result = _result(chosen, scratch, status, command)
-        return replace(result, is_protected=False, written=written)
-
-
-@contextmanager
-def _directories(keep: Path | None, directory: Path) -> Iterator[tuple[Path, Path]]:
-    """The run directory of the replay, and an empty one for layers; both are removed afterwards."""
-    scratch = _scratch(keep, directory)
-    layers = Path(tempfile.mkdtemp(prefix="resumekit-replay-"))
-    try:
-        yield scratch, layers
-    finally:
-        for layer in layers.iterdir():
-            remove_layer(layer)
-        shutil.rmtree(layers, ignore_errors=True)
-        if keep is None:
-            shutil.rmtree(scratch, ignore_errors=True)
+        result = _result(chosen, scratch, isolated_command.run(plan), command)
+        is_protected = not isolated_command.obstacle
+        return replace(result, is_protected=is_protected, written=isolated_command.written)
 
 
 def _prepared(
@@ -236,21 +195,8 @@ def _prepared(
     )
 
 
-def _require_program(command: Sequence[str]) -> None:
-    if not command:
-        raise ConfigurationError(
-            "command",
-            found="nothing to run",
-            remedy="Put it behind --, as in: resumekit replay runs/a --from 500 -- python train.py",
-        )
-    if shutil.which(command[0]) is None:
-        raise ConfigurationError(command[0], found="no such program", expected="a program")
-
-
-def _scratch(keep: Path | None, directory: Path) -> Path:
-    """The empty run directory of the replay."""
-    if keep is None:
-        return Path(tempfile.mkdtemp(prefix="resumekit-replay-run-"))
+def _empty(keep: Path, directory: Path) -> Path:
+    """The run directory of a replay that stays."""
     if keep.resolve().is_relative_to(directory.resolve()):
         raise ConfigurationError(
             str(keep), found="inside the run directory", expected="a directory outside of it"
@@ -267,40 +213,6 @@ def _link_or_copy(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
-
-
-class _EndedError(SystemExit):
-    """A signal ends this process, after its clean-up.
-
-    Args:
-        number: of the signal.
-    """
-
-    def __init__(self, number: int) -> None:
-        super().__init__(128 + number)
-        self.number = number
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    for each in _ENDING:  # nothing interrupts the clean-up
-        signal.signal(each, signal.SIG_IGN)
-    raise _EndedError(number)
-
-
-def _run(words: Sequence[str], environment: dict[str, str]) -> int:
-    """The exit status of the command, which has the terminal."""
-    environment = {**environment, "PYTHONUNBUFFERED": "1"}
-    launch = Launch(words, environment, marker=VARIABLE, start_new_session=False)
-    with handled_signals(signal.SIG_IGN, signal.SIGINT):  # Ctrl-C is for the command, a debugger
-        try:
-            return launch.wait()
-        except _EndedError as ended:
-            # To all of its processes: a shell or another launcher may forward no signal.
-            for each in processes_of(launch.pid, f"{VARIABLE}={environment[VARIABLE]}"):
-                with suppress(ProcessLookupError):
-                    os.kill(each.pid, ended.number)
-            launch.kill_all(grace_seconds=_GRACE_SECONDS)
-            raise
 
 
 def _result(chosen: Selection, scratch: Path, status: int, command: Sequence[str]) -> ReplayResult:

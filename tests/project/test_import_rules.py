@@ -248,7 +248,8 @@ BUDGET: dict[str, int] = {
     "fork": 140,
     "shared_files": 35,  # 15: what a deletion frees
     "prune": 85,
-    "replay": 600,  # 20: to which step each thing was compared
+    # 20: to which step each thing was compared; 30: a command behind an overlay, for others too
+    "replay": 630,
     "frameworks": 780,  # 10: the types of saved counts
     "launcher": 240,  # has the one starter of processes; 10: what a parent's end hides
     # 10: the processes that have a Checkpointer; 35: paths that scripts pass to their framework

@@ -391,7 +391,7 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -
 def test_a_replay_without_an_overlay_may_write(
     trained: list[object], remedy: Remedy, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("resumekit.replay.runner.Isolation.obstacle", lambda self: "no overlay")
+    monkeypatch.setattr("resumekit.replay.running.Isolation.obstacle", lambda self: "no overlay")
     (flag,) = flags_in(remedy.in_text(command(*trained)))
     assert not command(*trained[:4], flag, *trained[4:])
 
@@ -408,9 +408,7 @@ def test_a_replay_has_the_directory_and_the_arguments_of_the_run(
     assert not command(*trained)
 
 
-@pytest.mark.remedy(
-    "Put it behind --, as in: resumekit replay runs/a --from 500 -- python train.py"
-)
+@pytest.mark.remedy("Put it behind --, as in: resumekit {} -- python train.py")
 def test_a_replayed_command_is_behind_the_dashes(
     trained: list[object], remedy: Remedy, command: Command
 ) -> None:
