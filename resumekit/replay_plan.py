@@ -1,4 +1,4 @@
-"""What a process is to replay: written by ``resumekit replay``, read where a run begins."""
+"""What a run does otherwise: ``resumekit replay`` or ``doctor`` says it, and a run reads it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ class ReplayPlan:
     """The steps of a run that are repeated, and where.
 
     Args:
-        directory: the run directory, which is only read.
-        scratch: a run directory with the one checkpoint to begin from; it is used instead.
+        directory: the run directory, which is only read; None for whichever the script has.
+        scratch: a run directory with the one checkpoint to begin from, or empty; it is used
+            instead.
         last_step: the process ends after this step; None: when the script ends.
         saved_steps: a checkpoint is saved after these steps, and after no other ones.
         until_differs: the process ends after the first step that is not as the journal has it.
     """
 
-    directory: str
+    directory: str | None
     scratch: str
     last_step: int | None
     saved_steps: tuple[int, ...] = ()
@@ -40,5 +41,7 @@ class ReplayPlan:
             return None
         content = json.loads(text)
         plan = cls(**{**content, "saved_steps": tuple(content["saved_steps"])})
+        if plan.directory is None:
+            return plan
         is_this = os.path.realpath(directory) == os.path.realpath(plan.directory)
         return plan if is_this else None

@@ -24,6 +24,7 @@ from resumekit.cli.arguments import (
     bytes_of,
     existing,
 )
+from resumekit.cli.doctor_command import doctor
 from resumekit.cli.history_command import history
 from resumekit.cli.output_files import require_file_path, traces_for, write_comparison
 from resumekit.cli.prune_command import prune
@@ -371,3 +372,4 @@ app.command(
     options_metavar="--dir DIR [OPTIONS] --",
 )(run)
 app.command(options_metavar="[OPTIONS] --")(replay)
+app.command(options_metavar="[OPTIONS] --")(doctor)

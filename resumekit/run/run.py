@@ -398,7 +398,7 @@ class Replay:
 
     def note(self, header: Header, record: Record) -> None:
         """Compares a record that was just written with the journal of the run that is replayed."""
-        if not self._plan.until_differs:
+        if not self._plan.until_differs or self._plan.directory is None:
             return
         if self._comparison is None:
             recorded = find_attempts(Path(self._plan.directory) / DIRECTORY)

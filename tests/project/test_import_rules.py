@@ -81,6 +81,10 @@ LAYERS: dict[str, set[str]] = {
         "attach",
     },
     "supervisor": {"errors", "storage", "record", "launcher", "attach"},
+    "doctor": {
+        *("errors", "progress_display", "cadence", "state", "storage", "record", "run"),
+        *("replay_plan", "replay", "attach"),
+    },
     # "adapters": the checks for a GPU train as a user's script does
     "testing": {"errors", "log", "record", "storage", "launcher", "prove", "adapters"},
     "demo": {"errors", "log", "record", "prove", "demo_script"},
@@ -92,7 +96,7 @@ LAYERS: dict[str, set[str]] = {
     "cli": {
         *("errors", "log", "progress_display", "storage", "export", "prove", "demo", "version"),
         *("diff", "fork", "shared_files", "html_report", "attach", "supervisor", "replay"),
-        *("printable", "places", "prune", "cadence"),
+        *("printable", "places", "prune", "cadence", "doctor"),
     },
     "__main__": {"cli"},
 }
@@ -250,6 +254,7 @@ BUDGET: dict[str, int] = {
     "prune": 85,
     # 20: to which step each thing was compared; 30: a command behind an overlay, for others too
     "replay": 630,
+    "doctor": 105,
     "frameworks": 780,  # 10: the types of saved counts
     "launcher": 240,  # has the one starter of processes; 10: what a parent's end hides
     # 10: the processes that have a Checkpointer; 35: paths that scripts pass to their framework
@@ -264,8 +269,9 @@ BUDGET: dict[str, int] = {
     "demo_script": 90,
     "html_report": 1_050,  # 30: why an attempt ended, goodput
     # 50: checkpoints that a live run deletes meanwhile; 80: mirror, fetch, copies; 30: exports;
-    # 95: prune; 85: history; 65: unbroken names, runs of a parent, JSON of verify
-    "cli": 1_160,
+    # 95: prune; 85: history; 65: unbroken names, runs of a parent, JSON of verify;
+    # 25: doctor
+    "cli": 1_185,
     "__init__": 50,
 }
 
