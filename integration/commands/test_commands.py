@@ -70,3 +70,15 @@ def test_a_command_that_cannot_be_judged_is_one_line_and_exit_code_two(tmp_path:
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "exit status 3" in line
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["stock_transformers", "stock_lightning"])
+def test_doctor_examines_a_script_that_knows_nothing_of_it(name: str, tmp_path: Path) -> None:
+    script = str(ROOT / "integration" / "scripts" / f"{name}.py")
+    done = _resumekit("doctor", "--json", "--", sys.executable, script, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout[done.stdout.index("{\n") :])
+    assert {key for key, (fidelity, _) in found["capture"].items() if fidelity == "exact"} > {
+        *("model", "optimizer", "lr_scheduler", "data", "rng", "progress")
+    }
+    assert not [*tmp_path.iterdir()]
