@@ -36,6 +36,7 @@ from resumekit.capture.nested_state import (
     require_class,
     require_loadable,
 )
+from resumekit.capture.optimizer_objects import ObjectsInState
 from resumekit.capture.optimizer_state import OptimizerContent
 from resumekit.errors import ConfigurationError
 from resumekit.serialization.sharding import (
@@ -118,6 +119,9 @@ class OptimizerState(Checked, Renamed, InPlace):
         if not _has_torch_layout(given, self.optimizer):
             return {"class": class_name(self.optimizer), "opaque": given}
         groups, state = given["param_groups"], given["state"]
+        if inherits_load(self.optimizer):
+            objects = ObjectsInState(self.optimizer)
+            state = {identity: objects.as_plain(values) for identity, values in state.items()}
         named = self._named_groups()
         name_of = {
             identity: name
@@ -146,7 +150,15 @@ class OptimizerState(Checked, Renamed, InPlace):
             return
         is_order_bound = isinstance(self.optimizer, torch.optim.LBFGS)
         mismatches = optimizer_mismatches(state, live, is_order_bound=is_order_bound)
-        refuse(self.key, [*mismatches, *self._subclass_mismatches(state, live)], remedy=_REMEDY)
+        moments = self._subclass_mismatches(state, live)
+        refuse(self.key, [*mismatches, *moments, *self._unknown_objects(state)], remedy=_REMEDY)
+
+    def _unknown_objects(self, state: Group) -> Iterator[Mismatch]:
+        objects = ObjectsInState(self.optimizer)
+        for name, values in state["state"].items():
+            for key, kind in objects.not_made(values):
+                expected = f"a class that the module of {class_name(self.optimizer)} has"
+                yield Mismatch.changed(f"{name}[{key!r}]", kind, expected)
 
     def _subclass_mismatches(self, state: Group, live: Group) -> Iterator[Mismatch]:
         """Moments made of other tensors than the live ones, and those of sharded parameters."""
@@ -446,6 +458,7 @@ def load_exactly(optimizer: Optimizer, packed: dict[str, Any]) -> None:
         pairs = zip(saved["params"], group["params"], strict=True)
         owner.update({identity: (parameter, group) for identity, parameter in pairs})
     restored: dict[Any, Any] = {}
+    objects = ObjectsInState(optimizer)
     for identity, saved in packed["state"].items():
         parameter, group = owner.get(identity, (None, {}))
         key = identity if parameter is None else parameter
@@ -454,7 +467,8 @@ def load_exactly(optimizer: Optimizer, packed: dict[str, Any]) -> None:
             restored[key] = restore(live, saved)
             continue
         restored[key] = {
-            name: restore(
+            name: objects.restored(live.get(name), value, restore)
+            or restore(
                 live.get(name),
                 part_like(placement_source(name, value, parameter, live), value),
                 partial(_moment, parameter, on_host=is_host_step(name, group)),

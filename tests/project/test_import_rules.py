@@ -237,8 +237,9 @@ BUDGET: dict[str, int] = {
     "places": 795,  # 75: memory; 20: a limit of the bandwidth
     "live": 1_080,
     # 300: the types of saved states; errors of objects' own loads; 5: integers too large for torch;
-    # 5: one state of those that groups of ranks wrote, which diff had; 30: tensors made of others
-    "capture": 6_960,
+    # 5: one state of those that groups of ranks wrote, which diff had; 30: tensors made of others;
+    # 55: objects in the state of an optimizer
+    "capture": 7_015,
     "data": 4_330,  # 100: the types of saved positions; 20: loaders that skip what was used
     "record": 1_460,
     # 120: the check of what states hold; 50: full disks; 80: places; 135: copies in memory
