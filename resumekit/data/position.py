@@ -113,7 +113,7 @@ class DataPosition(Checked, BeforeSave):
         self._contents: dict[str, LoaderContent] = {}
 
     def live_objects(self) -> list[Any]:
-        return [source.loader for source in self.sources.values()]
+        return [each for source in self.sources.values() for each in source.saved_objects()]
 
     def empty_copy(self) -> DataPosition:
         """A position with the same settings and no loader."""

@@ -109,6 +109,10 @@ class Source(ABC):
         kept = {n: each for n, each in state["generators"].items() if n in generators}
         self._rng.load_state_dict({**state, "generators": kept})
 
+    def saved_objects(self) -> tuple[Any, ...]:
+        """The objects that the position restores, so that nothing else may."""
+        return (self.loader,)
+
     def follow_objects(self, follow: MakeUserState) -> None:  # noqa: B027 - most do not read them again
         """Takes what makes the user state of the objects that the loader calls."""
 

@@ -13,13 +13,14 @@ batch is tried on a copy of the loader, in the first two epochs of a launch.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from types import ModuleType
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from types import GeneratorType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from resumekit.capture.rng import RngState
 from resumekit.data.iterable import BatchDigest, first_dimension
@@ -32,7 +33,7 @@ from resumekit.data.loader_traits import (
     with_state,
 )
 from resumekit.data.source import Source
-from resumekit.state import Fidelity
+from resumekit.state import Fidelity, Stateful
 
 # The start of the second epoch, and the second batch of the first two.
 _NUM_TRIALS = 3
@@ -61,6 +62,7 @@ class StatefulSource(Source):
         self._rng = RngState(generators)
         self._start: dict[str, Any] | None = None  # the RNG state when the epoch began
         self._ever_begun = False
+        self._loaded: Any = None  # the state that was loaded, until the next batch
         self._at_end: dict[str, Any] | None = None  # the same after an epoch's end, until it reads
         self._num_trials = 0 if traits.num_workers else num_trials  # still to come
         self._unused: Any = None  # a copy of the loader as the script made it
@@ -82,6 +84,11 @@ class StatefulSource(Source):
             "nothing to continue"
         )
 
+    def saved_objects(self) -> tuple[Any, ...]:
+        # The loader's state has what a dataset with a state of its own has.
+        parts = self.traits.parts.values()
+        return (*super().saved_objects(), *(e for e in parts if isinstance(e, Stateful)))
+
     def begin(self, epoch: int) -> None:
         announce_epoch(self._iterated, epoch)
         pending = self._take_pending(epoch)
@@ -100,6 +107,9 @@ class StatefulSource(Source):
 
     def _load(self, pending: Mapping[str, Any]) -> None:
         state, start = pending["loader"], pending.get("start")  # older checkpoints lack it
+        # litdata 0.2.76 streaming/dataset.py state_dict writes into it, before the first batch what
+        # is wrong.
+        self._loaded = copy.deepcopy(state)
         if self.batch:
             if start is not None:
                 self._load_rng(start)
@@ -135,9 +145,9 @@ class StatefulSource(Source):
             self._expected = self._try_to_resume()
         batch = self._next_or_end()
         expected, self._expected = self._expected, None
-        if expected is not None and expected != _digest(batch):
-            found = "a copy gave another one"
-            if expected == _digest(_END) and not self.batch:
+        if expected is not None and expected != self._seen(batch):
+            found = "a copy gave another one, or drew other random numbers for it"
+            if expected == self._seen(_END) and not self.batch:
                 found = "its state at the end of an epoch gives no batch"
             self._unknown = (
                 f"the state_dict() of {self._holder} does not restore its next batch: {found}; "
@@ -152,13 +162,28 @@ class StatefulSource(Source):
     def _next_or_end(self) -> Any:
         assert self._iterator is not None
         at_end, self._at_end = self._at_end, None
-        batch = next(self._iterator, _END)
+        with _own_seed(self._iterated) if self._begins_late() else nullcontext():
+            batch = next(self._iterator, _END)
+        self._loaded = None
         if batch is _END and at_end is not None:
             # The end of the former epoch once more, as torchtext 0.8 data/iterator.py gives it.
             self._load_rng(at_end)
             self._iterator = iter(self._iterated)
             batch = next(self._iterator, _END)
         return batch
+
+    def _begins_late(self) -> bool:
+        """Whether the iterator begins when the RNG state of a batch of the epoch is set already."""
+        is_generator = self.batch and isinstance(self._iterator, GeneratorType)
+        return bool(is_generator and self._loaded is not None)
+
+    def _seen(self, batch: Any) -> str:
+        """The digest of a batch, and inside an epoch of the RNG state after it."""
+        digest = BatchDigest()
+        digest.add(batch)
+        if self.batch and not self.traits.is_node_loader:  # whose threads draw at any time
+            digest.add(RngState().state_dict())
+        return digest.hexdigest()
 
     # ---------------------------------------------------------------- tried on a copy
 
@@ -196,7 +221,7 @@ class StatefulSource(Source):
             if self.batch:  # a resume sets nothing once it has begun a new epoch
                 self.restore_generators()
                 RngState().load_state_dict({**before, "generators": {}})
-            return _digest(self._next_or_end())
+            return self._seen(self._next_or_end())
         finally:
             self.close()
             _drop(self._iterated)
@@ -212,7 +237,10 @@ class StatefulSource(Source):
     def _current_state(self) -> dict[str, Any]:
         # A loader that was never iterated has no position yet, and torchdata's would draw a seed to
         # answer.
-        loader_state = copy.deepcopy(self._iterated.state_dict()) if self._ever_begun else None
+        loader_state = self._loaded
+        if loader_state is None and self._ever_begun:
+            loader_state = self._iterated.state_dict()
+        loader_state = copy.deepcopy(loader_state)
         start = self._start if self.batch else None
         if self.traits.is_node_loader and not self.batch:
             start = self._rng.state_dict()
@@ -229,10 +257,21 @@ def _continued(loader: Any) -> Any:
         loader.restart_on_stop_iteration = restarts
 
 
-def _digest(batch: Any) -> str:
-    digest = BatchDigest()
-    digest.add(batch)
-    return digest.hexdigest()
+@contextmanager
+def _own_seed(loader: Any) -> Iterator[None]:
+    """Lets torch draw the seed of a DataLoader's iterator from no generator of the run.
+
+    The interrupted run has drawn it when the epoch began: torch 2.13 utils/data/dataloader.py
+    _BaseDataLoaderIter.__init__.
+    """
+    if not isinstance(loader, DataLoader) or loader.generator is not None:
+        yield
+        return
+    loader.generator = torch.Generator()
+    try:
+        yield
+    finally:
+        loader.generator = None
 
 
 def _unused_copy(loader: Any) -> Any:

@@ -214,11 +214,70 @@ def augmented(sample: dict[str, Any]) -> dict[str, Any]:
     return {**sample, "noise": random.random() + float(np.random.rand())}
 
 
+class Shards(IterableDataset[Any]):
+    """Finds its place when it is iterated, and writes into the state that it was given."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.given: dict[str, int] | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        if self.given is None:
+            self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        used = 0
+        if self.given is not None:
+            self.epoch, used = self.given["epoch"], self.given["used"]
+        order = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(self.epoch))
+        for sample in order.tolist()[used:]:
+            yield sample, random.random(), torch.rand(()).item()
+
+    def state_dict(self, used: int = 0) -> dict[str, int]:
+        state = {"epoch": self.epoch, "used": used}
+        if self.given is None:
+            return state
+        self.given.update(state)
+        return self.given
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = state
+
+
+class LateLoader(DataLoader[Any]):
+    """Begins with its first batch, as that of litdata does."""
+
+    def __init__(self) -> None:
+        super().__init__(Shards(), BATCH_SIZE, collate_fn=keep)
+        self.epoch, self.used = 0, 0
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        shards: Any = self.dataset
+        if not self.used:
+            shards.given = None
+            self.epoch += 1
+        shards.set_epoch(self.epoch)
+        for batch in super().__iter__():
+            self.used += len(batch)
+            yield batch
+        self.used = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        shards: Any = self.dataset
+        return {"shards": shards.state_dict(self.used), "epoch": self.epoch, "used": self.used}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        shards: Any = self.dataset
+        shards.load_state_dict(state["shards"])
+        self.epoch, self.used = state["epoch"], state["used"]
+
+
 FRESH: dict[str, Any] = {"num_workers": 2}
 PERSISTENT: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
 LOADERS: dict[str, Callable[[], Any]] = {
     "own": lambda: OwnLoader(knows_its_length=False),
     "own with a length": lambda: OwnLoader(knows_its_length=True),
+    "late": LateLoader,
     "map-style": lambda: stateful(Noisy(), shuffle=True),
     "map-style with a generator": lambda: stateful(
         Noisy(), shuffle=True, generator=torch.Generator().manual_seed(3)
@@ -433,9 +492,19 @@ class WithLock(OwnLoader):
         self.lock = threading.Lock()
 
 
+class DrawsToContinue(OwnLoader):
+    def __init__(self) -> None:
+        super().__init__(knows_its_length=False)
+
+    def __iter__(self) -> Iterator[Any]:
+        torch.rand(())
+        yield from super().__iter__()
+
+
 UNVERIFIED: dict[str, tuple[Callable[[], Any], int, str]] = {
     "drawn": (lambda: ByNumber(knows_its_length=False), 0, "does not restore its next batch"),
     "epoch": (lambda: InItsFirstEpoch(knows_its_length=False), 1, "does not restore its next"),
+    "draws": (DrawsToContinue, 0, "drew other random numbers"),
     "in place": (InPlace, 0, "read-only"),
     "lock": (WithLock, 0, "cannot pickle '_thread.lock' object"),
     "nodes": (lambda: of_nodes(Hidden()), 0, "of Loader does not restore its next batch"),
@@ -473,16 +542,31 @@ def test_a_loader_is_not_changed_by_the_trial_on_a_copy() -> None:
 
 
 def test_a_loader_that_draws_to_continue_does_not_continue_exactly_as_its_condition_says() -> None:
-    class DrawsToContinue(OwnLoader):
-        def __iter__(self) -> Iterator[Any]:
-            torch.rand(())
-            yield from super().__iter__()
-
-    expected, stops = uninterrupted(lambda: DrawsToContinue(knows_its_length=False))
+    expected, stops = uninterrupted(DrawsToContinue)
     used, saved = stops[3]
-    assert continued(lambda: DrawsToContinue(knows_its_length=False), saved) != expected[used:]
-    reason = open_source(DrawsToContinue(knows_its_length=False), "train").fidelity[1]
+    assert continued(DrawsToContinue, saved) != expected[used:]
+    reason = open_source(DrawsToContinue(), "train").fidelity[1]
     assert "as long as it draws nothing to continue" in reason
+
+
+def test_what_was_loaded_is_the_position_until_the_next_batch() -> None:
+    expected, stops = uninterrupted(LateLoader)
+    used, saved = stops[3]
+    seed_everything(1234)
+    loop = Loop(LateLoader(), saved)
+    loop.begin(saved["data"]["epoch"])
+    assert loop.state()["data"]["loader"] == saved["data"]["loader"]
+    loader: Any = loop.source.loader
+    assert loader.state_dict()["shards"]["epoch"] != saved["data"]["loader"]["shards"]["epoch"]
+    assert continued(LateLoader, saved) == expected[used:]
+
+
+def test_a_dataset_whose_place_its_loader_restores_is_saved_nowhere_else() -> None:
+    loader = LateLoader()
+    saved = open_source(loader, "train").saved_objects()
+    assert [*map(id, saved)] == [id(loader), id(loader.dataset)]
+    plain = DataLoader(Noisy())
+    assert open_source(plain, "train").saved_objects() == (plain,)
 
 
 def test_a_loader_that_was_never_iterated_is_not_asked_where_it_is() -> None:
