@@ -33,6 +33,7 @@ from resumekit.data.loader_traits import (
     with_state,
 )
 from resumekit.data.source import Source
+from resumekit.errors import DataPositionError
 from resumekit.state import Fidelity, Stateful
 
 # The start of the second epoch, and the second batch of the first two.
@@ -107,6 +108,9 @@ class StatefulSource(Source):
 
     def _load(self, pending: Mapping[str, Any]) -> None:
         state, start = pending["loader"], pending.get("start")  # older checkpoints lack it
+        is_asked = not self.traits.is_torchdata  # which would draw a seed
+        if is_asked and not isinstance(state, Mapping):
+            self._require_mapping(state)
         # litdata 0.2.76 streaming/dataset.py state_dict writes into it, before the first batch what
         # is wrong.
         self._loaded = copy.deepcopy(state)
@@ -125,6 +129,15 @@ class StatefulSource(Source):
             # for it, when it is first asked. The interrupted run has drawn that one before.
             self._iterated.state_dict()
         self._load_rng(before)
+
+    def _require_mapping(self, state: Any) -> None:
+        """Raises DataPositionError unless the loader gives a state as this one, not a dict."""
+        if isinstance(self._iterated.state_dict(), Mapping):
+            raise DataPositionError(
+                f"data: {self.name}: loader",
+                found=f"a state of type {type(state).__name__}",
+                expected=f"a dict, as the state_dict() of {self._holder} gives it",
+            )
 
     def _next_epoch_of(self, state: Any) -> Any:
         """A node loader's state at the start of the epoch that follows the one of a state."""

@@ -25,6 +25,7 @@ from torch.utils.data import (
 from resumekit.capture.rng import RngState
 from resumekit.data.iterable import ReplaySource
 from resumekit.data.position import open_source
+from resumekit.errors import DataPositionError
 from resumekit.state import Fidelity
 
 torchdata = pytest.importorskip(
@@ -559,6 +560,15 @@ def test_what_was_loaded_is_the_position_until_the_next_batch() -> None:
     loader: Any = loop.source.loader
     assert loader.state_dict()["shards"]["epoch"] != saved["data"]["loader"]["shards"]["epoch"]
     assert continued(LateLoader, saved) == expected[used:]
+
+
+@pytest.mark.parametrize("state", [True, 3, [], "epoch"])
+def test_a_state_that_is_no_dict_is_refused_where_the_loader_gives_one(state: Any) -> None:
+    _, stops = uninterrupted(LOADERS["own"])
+    _, saved = stops[3]
+    saved["data"]["loader"] = state
+    with pytest.raises(DataPositionError, match=f"of type {type(state).__name__}"):
+        continued(LOADERS["own"], saved)
 
 
 def test_a_dataset_whose_place_its_loader_restores_is_saved_nowhere_else() -> None:

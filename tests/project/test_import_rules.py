@@ -240,9 +240,9 @@ BUDGET: dict[str, int] = {
     # 5: one state of those that groups of ranks wrote, which diff had; 30: tensors made of others;
     # 55: objects in the state of an optimizer
     "capture": 7_015,
-    # 100: the types of saved positions; 20: loaders that skip what was used; 30: loaders that begin
+    # 100: the types of saved positions; 20: loaders that skip what was used; 45: loaders that begin
     # with their first batch
-    "data": 4_360,
+    "data": 4_375,
     "record": 1_460,
     # 120: the check of what states hold; 50: full disks; 80: places; 135: copies in memory
     "run": 6_450,
