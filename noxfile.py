@@ -7,9 +7,7 @@ once: ``pip install -c constraints.txt -e ".[dev,all]"`` prepares it.
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import os
-import platform
 import re
 import sys
 import sysconfig
@@ -18,6 +16,7 @@ import venv
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import nox
@@ -53,6 +52,12 @@ PYTEST = (
 ENDS_AFTER = "--session-timeout=2400"
 EVERY_TEST = ("-m", "full or not full")
 RESULTS = Path("benchmarks", "results")
+VERSIONS = """
+from importlib.metadata import version
+from platform import python_version
+names = ("torch", "accelerate", "transformers", "lightning", "deepspeed")
+print(f"Python {python_version()}", *(f"{name} {version(name)}" for name in names), sep=", ")
+"""
 
 
 @nox.session
@@ -107,19 +112,27 @@ def full(session: nox.Session) -> None:
     Arguments are passed to pytest: ``nox -s full -- integration/lightning`` runs a part.
     """
     chosen = session.posargs or ["tests", "integration"]
+    options = ["--full-matrix"] if any(path.startswith("integration") for path in chosen) else []
+    words = [Path(word).stem for word in session.posargs if not word.startswith("-n")]  # processes
+    stem = "-".join(["full", *re.findall("[a-z0-9_]+", " ".join(words))])
+    _run_recorded(session, PYTHON, stem, f"full: {' '.join(chosen)}", [*options, *chosen])
+
+
+def _run_recorded(
+    session: nox.Session, python: str, stem: str, title: str, chosen: list[str], **options: Any
+) -> None:
+    """Runs every cell of tests with a Python; what failed is recorded, too."""
     with tempfile.TemporaryDirectory() as temporary:
         report = Path(temporary, "report.xml")
-        options = [*EVERY_TEST, f"--junitxml={report}"]
-        if any(path.startswith("integration") for path in chosen):
-            options.append("--full-matrix")
-        status = (0, 1)  # what failed is recorded, too
-        session.run(*PYTEST, *options, *chosen, success_codes=status)
-        failed = _record_full_run(report, chosen, is_part=bool(session.posargs))
+        run = (python, *PYTEST[1:], *EVERY_TEST, f"--junitxml={report}", *chosen)
+        session.run(*run, success_codes=(0, 1), **options)
+        found = session.run(python, "-c", VERSIONS, silent=True) or ""
+        failed = _record_run(report, title, stem, found.strip())
     if failed:
         session.error(f"{failed} tests failed")
 
 
-def _record_full_run(report: Path, chosen: list[str], *, is_part: bool) -> int:
+def _record_run(report: Path, title: str, stem: str, versions: str) -> int:
     """Writes the figures of a run under ``benchmarks/results``; the number of failures.
 
     One table has a row for each file. The other has what tests counted, from which
@@ -140,15 +153,10 @@ def _record_full_run(report: Path, chosen: list[str], *, is_part: bool) -> int:
         row[2] += "skipped" in tags
         row[3] += float(case.get("time", "0"))
     sums = [sum(column) for column in zip(*rows.values(), strict=True)]
-    versions = ", ".join(
-        f"{name} {importlib.metadata.version(name)}"
-        for name in ("torch", "accelerate", "transformers", "lightning", "deepspeed")
-    )
     lines = [
-        f"# nox -s full: {' '.join(chosen)}",
+        f"# nox -s {title}",
         "",
-        f"{datetime.datetime.now():%Y-%m-%d %H:%M}, Python {platform.python_version()}, "
-        f"{versions}; {os.cpu_count()} cores.",
+        f"{datetime.datetime.now():%Y-%m-%d %H:%M}, {versions}; {os.cpu_count()} cores.",
         "",
         "| file | tests | failed | skipped | seconds |",
         "|---|---|---|---|---|",
@@ -157,9 +165,7 @@ def _record_full_run(report: Path, chosen: list[str], *, is_part: bool) -> int:
         lines.append(f"| {name} | {tests:.0f} | {failed:.0f} | {skipped:.0f} | {seconds:.0f} |")
     if counted:
         lines += ["", "| counted | number | file |", "|---|---|---|", *sorted(counted)]
-    words = [Path(word).stem for word in chosen if not word.startswith("-n")]  # processes
-    of_part = f"-{'-'.join(re.findall('[a-z0-9_]+', ' '.join(words)))}" if is_part else ""
-    file = RESULTS / f"{datetime.date.today()}-full{of_part}.md"
+    file = RESULTS / f"{datetime.date.today()}-{stem}.md"
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return int(sums[1])
 
@@ -187,24 +193,43 @@ def mutants(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("framework", list(OLDEST_TESTS))
 def oldest(session: nox.Session, framework: str) -> None:
-    """An adapter on the oldest versions that its extra allows; minutes, by name only.
+    """An adapter on the oldest versions that its extra allows; minutes, by name only; recorded.
 
     For torch let PIP_EXTRA_INDEX_URL name the builds without CUDA, a tenth of the size.
     """
+    pins = [each.replace(">=", "==") for each in _requirements(framework)]
+    _try_versions(session, framework, "oldest", *pins)
+
+
+@nox.session
+@nox.parametrize("framework", list(OLDEST_TESTS))
+def newest(session: nox.Session, framework: str) -> None:
+    """An adapter on the newest version that there is; as ``oldest``."""
+    _try_versions(session, framework, "newest", "--upgrade", _requirements(framework)[0])
+
+
+def _requirements(framework: str) -> list[str]:
+    """The framework and what else its extra asks for."""
     project = nox.project.load_toml("pyproject.toml")["project"]
     wanted = project["optional-dependencies"] | {"torch": project["dependencies"][:1]}
-    pins = [each.replace(">=", "==") for each in wanted[framework]]
+    return list(wanted[framework])
+
+
+def _try_versions(session: nox.Session, framework: str, which: str, *wanted: str) -> None:
+    """Tests of an adapter, with what pip installs before what this environment has."""
     with tempfile.TemporaryDirectory() as temporary:
-        python = _environment(Path(temporary))
-        session.run(str(python), "-m", "pip", "install", "-q", *pins)
+        python = str(_environment(Path(temporary)))
+        session.run(python, "-m", "pip", "install", "-q", *wanted)
         program = f"import {framework} as f; print('found', f.__version__)"
-        found = (session.run(str(python), "-c", program, silent=True) or "").split()[-1]
-        release = found.partition("+")[0].removesuffix(".0")
-        if release != pins[0].partition("==")[2].removesuffix(".0"):
-            session.error(f"{found} was imported, and not the oldest version: {pins[0]}")
+        found = (session.run(python, "-c", program, silent=True) or "").split()[-1]
+        pinned = wanted[0].partition("==")[2].removesuffix(".0")
+        if pinned and found.partition("+")[0].removesuffix(".0") != pinned:
+            session.error(f"{found} was imported, and not {wanted[0]}")
         tests = [f"integration/{framework}/test_{name}.py" for name in OLDEST_TESTS[framework]]
         alone = {"PYTHONPATH": str(Path.cwd())}  # the checkout, which is not installed there
-        session.run(str(python), *PYTEST[1:], *EVERY_TEST, *tests, *session.posargs, env=alone)
+        chosen = [*tests, *session.posargs]
+        title = f"{which}: {framework} {found}: {' '.join(chosen)}"
+        _run_recorded(session, python, f"{which}-{framework}", title, chosen, env=alone)
 
 
 @nox.session

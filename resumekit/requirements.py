@@ -18,10 +18,10 @@ from resumekit.log import logger, show_messages
 # The extras in pyproject.toml ask for the same; a test compares them.
 MINIMUM_VERSIONS: Mapping[str, str] = MappingProxyType(
     {
-        "accelerate": "1.15",
+        "accelerate": "1.12",
         "deepspeed": "0.19",
         "lightning": "2.6",
-        "transformers": "5.17",
+        "transformers": "5.3",
     }
 )
 

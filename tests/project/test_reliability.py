@@ -89,7 +89,7 @@ def test_a_run_is_recorded_with_what_its_tests_counted(
     case = f"<testcase classname='tests.test_a' time='1'>{COUNTED.format(12)}{failure}</testcase>"
     report = tmp_path / "report.xml"
     report.write_text(f"<testsuites><testsuite>{case}</testsuite></testsuites>")
-    num_failed = noxfile._record_full_run(report, ["tests/test_a.py"], is_part=True)
+    num_failed = noxfile._record_run(report, "full: tests/test_a.py", "full-test_a", "Python 3")
     assert num_failed == bool(failure)
     assert [path.name[11:] for path in tmp_path.glob("*.md")] == ["full-test_a.md"]
     assert _row(tmp_path).startswith(f"| {FAULT} {expected}")

@@ -48,7 +48,7 @@ def test_the_minimum_and_what_is_newer_is_accepted(
     require(framework)
 
 
-@pytest.mark.parametrize("version", ["1.14.9", "1.9", "0.99", "1.1.15", "unknown"])
+@pytest.mark.parametrize("version", ["1.11.9", "1.9", "0.99", "1.1.12", "unknown"])
 def test_a_framework_that_is_too_old_is_named_with_both_versions_and_the_way_to_install_it(
     version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,7 +57,7 @@ def test_a_framework_that_is_too_old_is_named_with_both_versions_and_the_way_to_
     with pytest.raises(MissingDependencyError) as caught:
         require("accelerate")
     assert str(caught.value) == (
-        f"accelerate: version {version}, expected 1.15 or newer. "
+        f"accelerate: version {version}, expected 1.12 or newer. "
         'Install it with: pip install "resumekit[accelerate]".'
     )
 
@@ -67,7 +67,7 @@ def test_a_missing_framework_is_one_import_error_that_says_how_to_install_it(
 ) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     assert installed_version("accelerate") is None
-    with pytest.raises(ImportError, match=r"accelerate: not installed, expected 1\.15 or newer"):
+    with pytest.raises(ImportError, match=r"accelerate: not installed, expected 1\.12 or newer"):
         require("accelerate")
 
 
