@@ -114,7 +114,7 @@ def full(session: nox.Session) -> None:
     chosen = session.posargs or ["tests", "integration"]
     options = ["--full-matrix"] if any(path.startswith("integration") for path in chosen) else []
     words = [Path(word).stem for word in session.posargs if not word.startswith("-n")]  # processes
-    stem = "-".join(["full", *re.findall("[a-z0-9_]+", " ".join(words))])
+    stem = "-".join(["full", *re.findall("[a-z0-9_]+", " ".join(words).lower())])
     _run_recorded(session, PYTHON, stem, f"full: {' '.join(chosen)}", [*options, *chosen])
 
 
