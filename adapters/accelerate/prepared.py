@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from resumekit.adapters.accelerate.save_state import AcceleratorCounts
 from resumekit.capture.ddp_buckets import buckets_of, ddp_around
 from resumekit.capture.model import by_class_and_ordinal, by_key, one_or_named
 from resumekit.capture.slots import registered_components
+from resumekit.capture.user_state.user_state import UserState
 from resumekit.data.source import Source
 from resumekit.frameworks.accelerate import MODELS, accelerator_components
 from resumekit.state import SharingPattern, Slot, StateComponent
@@ -83,18 +85,23 @@ class PreparedObjects:
             schedulers = {**by_class_and_ordinal(self._schedulers), **self._named}
         counts, per_rank = AcceleratorCounts(self._accelerator), SharingPattern.PER_RANK
         optional: Any = {"required": False, "framework": "Accelerate"}
+        shared = accelerator_components(
+            self._accelerator,
+            model=one_or_named(self._models),
+            optimizer=one_or_named(self.optimizers),
+            lr_scheduler=schedulers,
+            ema=self._ema,
+        )
+        registered = registered_components(self._others)
+        keys = {id(e): each.key for each in (*shared, *registered) for e in _given(each)}
+        given = map(id, REGISTERED.of(self._accelerator))
+        counts.registered = [keys[each] for each in given if each in keys]
         return (
-            *accelerator_components(
-                self._accelerator,
-                model=one_or_named(self._models),
-                optimizer=one_or_named(self.optimizers),
-                lr_scheduler=schedulers,
-                ema=self._ema,
-            ),
+            *shared,
             *self._gradient_buckets(),
             StateComponent(counts.key, counts, **optional),
             StateComponent(KEY, self._loaders, per_rank, **optional),
-            *registered_components(self._others),
+            *registered,
         )
 
     def _gradient_buckets(self) -> Iterator[StateComponent]:
@@ -110,6 +117,12 @@ class PreparedObjects:
             return False
         self._taken.append(value)
         return True
+
+
+def _given(component: StateComponent) -> Iterator[Any]:
+    """The object whose state a component is."""
+    is_of_user = isinstance(component.stateful, UserState)
+    return islice(() if is_of_user else component.state.live_objects(), 1)
 
 
 def _by_name(given: Any) -> Mapping[str, Any]:

@@ -82,12 +82,14 @@ def marked_step(folder: Path | None, run_id: str) -> int | None:
 
 
 _SYNC, _WINDOW, _WINDOW_AT_START = "sync_gradients", "window", "window_at_start"
+_REGISTERED = "registered"
 
 
 class _OptionalCounts(TypedDict, total=False):
     sync_gradients: bool
     window: Count
     window_at_start: Count
+    registered: list[str]
 
 
 class _CountsState(_OptionalCounts):
@@ -102,6 +104,10 @@ class AcceleratorCounts(AttributeState):
     length, as training sets it, is kept unless the script begins with another one. The folder of a
     new process would be named checkpoint_0 again, which is an error, and with ``total_limit`` the
     newest ones would be deleted as the oldest.
+
+    Attributes:
+        registered: the components of what was registered, for an export: ``load_state`` finds the
+            state of each by its position.
     """
 
     schema = _CountsState
@@ -110,10 +116,16 @@ class AcceleratorCounts(AttributeState):
         super().__init__(accelerator, ["step"], key=f"{Slot.CALLBACKS.value}/accelerator")
         self._accelerator = accelerator
         self._window_at_start: int = accelerator.gradient_accumulation_steps
+        self.registered: list[str] = []
+
+    def check_state_dict(self, state: Any) -> None:
+        super().check_state_dict({n: each for n, each in state.items() if n != _REGISTERED})
 
     def state_dict(self) -> dict[str, Any]:
         """The count, and what is not as in a new process."""
         found, accelerator = super().state_dict(), self._accelerator
+        if self.registered:
+            found[_REGISTERED] = self.registered
         if not accelerator.sync_gradients:
             found[_SYNC] = False
         now, then = accelerator.gradient_accumulation_steps, self._window_at_start

@@ -45,7 +45,7 @@ def fit_components(trainer: Any, loops: LoopState, ema: Any) -> tuple[StateCompo
     return (
         *_trained(trainer, schedulers, ema),
         loops.component(),
-        StateComponent("callbacks/hooks", HookState(trainer), SharingPattern.PER_RANK),
+        StateComponent("callbacks/hooks", HookState(trainer, stateful), SharingPattern.PER_RANK),
         user.component(),
         *map(as_kept, registered_components([*stateful, *filter(None, [trainer.datamodule])])),
     )
@@ -100,16 +100,28 @@ def as_kept(component: StateComponent) -> StateComponent:
     return component
 
 
-class _Hooks(TypedDict):
+class _OptionalHooks(TypedDict, total=False):
+    state_keys: dict[str, str]
+
+
+class _Hooks(_OptionalHooks):
     checkpoint: dict[str, Any]
 
 
 class HookState(Checked):
-    """What the module and callbacks put into a checkpoint by hooks."""
+    """What the module and callbacks put into a checkpoint by hooks.
+
+    Args:
+        trainer: the Trainer.
+        stateful: the callbacks with a state of their own. For an export the keys that they have in
+            Lightning's checkpoints are saved, by component.
+    """
 
     schema = _Hooks
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, stateful: Iterable[Callback]) -> None:
+        named = by_class_and_ordinal(stateful).items()
+        self._state_keys = {f"{Slot.CALLBACKS.value}/{name}": e.state_key for name, e in named}
         self._module = module = trainer.lightning_module
         hooked = [each for each in trainer.callbacks if overrides(each, "on_save_checkpoint")]
         hooked = [each for each in hooked if not isinstance(each, callbacks.WeightAveraging)]
@@ -119,7 +131,8 @@ class HookState(Checked):
         checkpoint = {"state_dict": self._module.state_dict()}
         for owner, arguments in self._owners:
             owner.on_save_checkpoint(*arguments, checkpoint)
-        return {"checkpoint": {key: v for key, v in checkpoint.items() if key != "state_dict"}}
+        put = {key: value for key, value in checkpoint.items() if key != "state_dict"}
+        return {"checkpoint": put, "state_keys": self._state_keys}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         checkpoint = {"state_dict": self._module.state_dict(), **state["checkpoint"]}

@@ -125,6 +125,8 @@ class _Sums(AttributeState):
 
 
 _TRAINER_STATE = f"{_CALLBACKS}/trainer_state"
+_INTERVALS = "intervals"
+_OF_ARGUMENTS = (*private.INTERVALS, "train_batch_size", "max_steps", "num_train_epochs")
 
 
 def trainer_settings(trainer: Any) -> dict[str, Any]:
@@ -146,15 +148,25 @@ class _TrainerFields(TypedDict, total=False):
     best_metric: OneNumber | None
     best_global_step: Count | None
     best_model_checkpoint: str | None
+    intervals: dict[str, int | None]
 
 
 class _TrainerState(_SameOnAllRanks):
+    """``TrainerState``; for an export also what the arguments give it."""
+
     schema = _TrainerFields
 
     def __init__(self, trainer: Any, progress: Callable[[], Progress]) -> None:
         super().__init__(trainer.state, private.STATE, key=_TRAINER_STATE)
         self._trainer = trainer
         self._progress = progress
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._trainer.state
+        return {**super().state_dict(), _INTERVALS: {n: getattr(state, n) for n in _OF_ARGUMENTS}}
+
+    def check_state_dict(self, state: Any) -> None:
+        super().check_state_dict({n: each for n, each in state.items() if n != _INTERVALS})
 
     def progress_in(self, state: Any) -> dict[str, tuple[Any, str]]:
         return {"global_step": (state["global_step"], "step")} if "global_step" in state else {}

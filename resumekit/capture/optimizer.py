@@ -343,17 +343,27 @@ class OptimizerState(Checked, Renamed, InPlace):
     def _packed(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The state in torch's own layout, by the position of the live parameters."""
         named = self._named_groups()
-        ids = {name: index for index, name in enumerate(dict(chain(*named)))}
-        groups = [
-            {**saved, "params": [ids[name] for name, _ in pairs]}
-            for saved, pairs in zip(state["param_groups"], named, strict=True)
-        ]
-        by_id = {ids[name]: values for name, values in state["state"].items()}
-        return {
-            "state": {**by_id, **state["unnamed_state"]},
-            "param_groups": groups,
-            **state["other"],
-        }
+        return by_position(state, [[name for name, _ in pairs] for pairs in named])
+
+
+def by_position(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """A state in the layout of ``torch.optim.Optimizer.state_dict``.
+
+    Args:
+        state: as ``OptimizerState`` gives it, by name.
+        names: of the parameters of each group, in their order.
+    """
+    ids = {name: index for index, name in enumerate(dict.fromkeys(chain(*names)))}
+    groups = [
+        {**saved, "params": [ids[name] for name in group]}
+        for saved, group in zip(state["param_groups"], names, strict=True)
+    ]
+    by_id = {ids[name]: values for name, values in state["state"].items()}
+    return {
+        "state": {**by_id, **state["unnamed_state"]},
+        "param_groups": groups,
+        **state["other"],
+    }
 
 
 def _has_torch_layout(given: Any, optimizer: Any) -> bool:

@@ -267,22 +267,28 @@ def export(
     path: DirectoryOrStep,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The file or directory to write.")],
     to: Annotated[
-        str, typer.Option(metavar="FORMAT", help="safetensors, pretrained, torch, or dcp.")
+        str,
+        typer.Option(
+            metavar="FORMAT",
+            help="The model: safetensors, pretrained, torch, or dcp. All that continues the "
+            "training: accelerate, trainer, or lightning.",
+        ),
     ] = "safetensors",
     weights: Annotated[
-        str, typer.Option(metavar="KIND", help="model, or ema: the averaged weights.")
-    ] = "model",
+        str | None, typer.Option(metavar="KIND", help="model, or ema: the averaged weights.")
+    ] = None,
     component: Annotated[
         str | None, typer.Option(metavar="KEY", help="Which model, if there are several.")
     ] = None,
     dtype: Annotated[
-        str, typer.Option(metavar="TYPE", help="fp32, bf16, fp16, or as-trained: as in the module.")
-    ] = "fp32",
+        str | None,
+        typer.Option(metavar="TYPE", help="fp32, bf16, fp16, or as-trained: as in the module."),
+    ] = None,
     max_shard_size: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Of one file, e.g. 5GB; with an index.")
     ] = None,
 ) -> None:
-    """Write the model of a checkpoint for other tools, by parameter name, in fp32."""
+    """Write the model of a checkpoint for other tools, in fp32, or a checkpoint of a framework."""
     from resumekit.cli.views import export_checkpoint
 
     export_checkpoint(

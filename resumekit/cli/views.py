@@ -24,6 +24,7 @@ from resumekit.cli.terminal import (
 from resumekit.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    ConfigurationError,
     CorruptCheckpointError,
 )
 from resumekit.fork import fork_checkpoint
@@ -130,28 +131,41 @@ def inspect_checkpoint(path: Path, *, as_json: bool) -> None:
             print_table(_value_table(values))
 
 
-def export_checkpoint(path: Path, out: Path, **options: Any) -> None:
-    """Writes the model of a checkpoint for other tools, and prints what it wrote.
+def export_checkpoint(path: Path, out: Path, *, to: str, **options: Any) -> None:
+    """Writes a checkpoint for other tools, and prints what it wrote and what it left out.
 
     Args:
         path: a step directory, or a run directory: its newest readable checkpoint.
         out: the file or directory to write.
-        **options: see ``resumekit.export.export_model``.
+        to: the format.
+        **options: see ``resumekit.export.export_model``; None for what is not given.
 
     Raises:
         CheckpointError: it cannot be read, or there is none.
         ResumekitError: it has no such model, or the file cannot be written.
     """
-    from resumekit.export import export_model  # the other views need no torch
+    # the other views need no torch
+    from resumekit.export import FORMATS, TRAININGS, export_model, export_training
+
+    given = {name: value for name, value in options.items() if value is not None}
+    others = given.keys() - {"max_shard_bytes"}
+    if to in TRAININGS and others:
+        raise ConfigurationError(
+            f"--to {to}", found=f"with {min(others)}", expected=f"one of {', '.join(FORMATS)}"
+        )
 
     def export() -> tuple[StepReader, tuple[str, ...]]:
         reader = reader_at(path)
-        return reader, export_model(reader, out, **options)
+        write = export_training if to in TRAININGS else export_model
+        return reader, write(reader, out, to=to, **given)
 
-    reader, names = again_if_deleted(export, named=is_step(path))
+    reader, lines = again_if_deleted(export, named=is_step(path))
     files = [each for each in (out, *out.rglob("*")) if each.is_file()]
     size = human_bytes(sum(each.stat().st_size for each in files))
-    print_line(f"{out}: {len(names)} tensors of {reader.name}, {size}")
+    what = f"{len(files)} files" if to in TRAININGS else f"{len(lines)} tensors"
+    print_line(f"{out}: {what} of {reader.name}, {size}")
+    for line in lines if to in TRAININGS else ():
+        print_line(line)
 
 
 def fork_run(path: Path, directory: Path, *, step: str | None, only_weights: bool) -> None:

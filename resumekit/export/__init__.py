@@ -1,4 +1,4 @@
-"""A model of a checkpoint as files of other tools: whole tensors by name.
+"""A checkpoint as files of other tools: its model alone, or all that continues the training.
 
 Works for every checkpoint, however its model was sharded: needs no process group, no framework and
 none of the run's code. Few tensors are in memory at once.
@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from resumekit.errors import ConfigurationError
 from resumekit.export.formats import IN_SHARDS, WRITERS
+from resumekit.export.states import StoredRun
+from resumekit.export.trainings import TRAININGS
 from resumekit.export.weights import DTYPES, KINDS, MODEL, Weights
 from resumekit.storage.manifest import StepReader
 
-__all__ = ["DTYPES", "FORMATS", "KINDS", "export_model"]
+__all__ = ["DTYPES", "FORMATS", "KINDS", "TRAININGS", "export_model", "export_training"]
 
 FORMATS = (*WRITERS,)
 
@@ -63,6 +67,51 @@ def export_model(
     _require_one_of("dtype", dtype, DTYPES)
     if max_shard_bytes is not None:
         _require_one_of("to with max_shard_bytes", to, IN_SHARDS)
+    with _unfinished(step, path) as unfinished:
+        chosen = Weights(step, weights, key, dtype)
+        WRITERS[to](unfinished, chosen, max_shard_bytes)
+    return (*chosen.sizes,)
+
+
+def export_training(
+    step: StepReader, path: Path, *, to: str, max_shard_bytes: int | None = None
+) -> tuple[str, ...]:
+    """Writes a checkpoint of another framework; it is there whole or not at all.
+
+    A script of that framework continues from it without this library, as from one of its own. The
+    files are pickles that load with ``weights_only=True``; they take twice the size of optimizer
+    and averages on the disk meanwhile.
+
+    Args:
+        step: the checkpoint, of any framework and any number of ranks.
+        path: what to write; it must not be there.
+        to: ``"accelerate"``: a directory for ``accelerator.load_state``. ``"trainer"``: one for
+            ``Trainer.train(resume_from_checkpoint=...)``. ``"lightning"``: a file for
+            ``trainer.fit(ckpt_path=...)``.
+        max_shard_bytes: of the tensors of one file of weights, for ``"trainer"``.
+
+    Returns:
+        A line for each thing that a user has to know: what the format has no file for, and what the
+        checkpoint lacks.
+
+    Raises:
+        CheckpointError: damage, or an I/O error while reading.
+        ConfigurationError: the path is there, is in a run directory, or cannot be written; there is
+            no such format.
+        StateMismatchError: the format cannot have what the checkpoint has.
+    """
+    _require_one_of("to", to, (*TRAININGS,))
+    if max_shard_bytes is not None:
+        _require_one_of("to with max_shard_bytes", to, (*IN_SHARDS, "trainer"))
+    run = StoredRun(step)
+    with _unfinished(step, path) as unfinished:
+        TRAININGS[to](unfinished, run, max_shard_bytes)
+    return (*run.notes, *(f"{key}: no file of {to} has it" for key in run.left_out()))
+
+
+@contextmanager
+def _unfinished(step: StepReader, path: Path) -> Iterator[Path]:
+    """Where to write what then is at this path, whole or not at all."""
     if path.exists():
         raise ConfigurationError(
             str(path), found="it exists", expected="a new path", remedy="Remove it first"
@@ -71,10 +120,9 @@ def export_model(
         raise ConfigurationError(
             str(path), found="in the run directory", expected="a path outside of it"
         )
-    chosen = Weights(step, weights, key, dtype)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        WRITERS[to](unfinished, chosen, max_shard_bytes)
+        yield unfinished
         unfinished.replace(path)
     except OSError as error:
         raise ConfigurationError(str(path), found=str(error), expected="a writable path") from None
@@ -83,7 +131,6 @@ def export_model(
             shutil.rmtree(unfinished)
         else:
             unfinished.unlink(missing_ok=True)
-    return (*chosen.sizes,)
 
 
 def _require_one_of(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -17,12 +17,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from resumekit.errors import StateMismatchError
-from resumekit.export.weights import Weights, batches_of
+from resumekit.export.weights import Tensors, Weights, batches_of
 from resumekit.serialization.index import header
 from resumekit.serialization.leaves import buffers_of
 
-_NAME = "model.safetensors"
-_CONFIGURATION = ("config.json", "generation_config.json")
+WEIGHTS = "model.safetensors"
+ADAPTER = "adapter_model.safetensors"
+_DESCRIPTION = ("config.json", "generation_config.json", "adapter_config.json", ADAPTER)
 
 
 def _safetensors(path: Path, weights: Weights, max_bytes: int | None) -> None:
@@ -31,53 +32,63 @@ def _safetensors(path: Path, weights: Weights, max_bytes: int | None) -> None:
     A tensor above the limit has a file of its own.
     """
     if max_bytes is None:
-        _one_file(path, weights, [*weights.sizes])
+        one_file(path, weights, [*weights.sizes])
         return
     path.mkdir()
     shards = [*batches_of([*weights.sizes], weights.sizes, max_bytes)]
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _one_file(path / file, weights, names)
+        one_file(path / file, weights, names)
         weight_map |= dict.fromkeys(names, file)
     metadata = {"total_size": sum(weights.sizes.values())}
     index = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2)
-    _write(path / f"{_NAME}.index.json", index.encode())
+    write_bytes(path / f"{WEIGHTS}.index.json", index.encode())
 
 
 def _pretrained(path: Path, weights: Weights, max_bytes: int | None) -> None:
     """What ``from_pretrained`` opens: the weights, and the configuration that the step has.
 
+    Of a model with an adapter only the adapter, if the step has it as PEFT writes it.
+
     Raises:
         StateMismatchError: it has none.
     """
-    step, files = weights.step, dict(_configuration(weights))
-    if "config.json" not in files:
+    step, files = weights.step, model_files(weights)
+    if not files.keys() & {"config.json", ADAPTER}:
         raise StateMismatchError(
             f"{step.name}: {weights.record.key}",
             found="no config.json",
             expected="the model of a Trainer, a PreTrainedModel",
             remedy="Export it as safetensors",
         )
-    if max_bytes is None:
+    write_model(path, weights, max_bytes, files)
+
+
+def write_model(
+    path: Path, weights: Weights, max_bytes: int | None, files: Mapping[str, bytes]
+) -> None:
+    """A directory with the weights, unless the files have them, and these files."""
+    if max_bytes is None or ADAPTER in files:
         path.mkdir()
-        _one_file(path / _NAME, weights, [*weights.sizes])
+        if ADAPTER not in files:
+            one_file(path / WEIGHTS, weights, [*weights.sizes])
     else:
         _safetensors(path, weights, max_bytes)
     for name, content in files.items():
-        _write(path / name, content)
+        write_bytes(path / name, content)
 
 
 def _torch(path: Path, weights: Weights, _: int | None) -> None:
     """A state dict that ``torch.load(weights_only=True)`` opens."""
-    with _mapped(path, weights) as tensors, path.open("xb") as file:
+    with mapped(path, weights) as tensors, path.open("xb") as file:
         torch.save(tensors, file)
-        _sync(file)
+        sync(file)
 
 
 def _dcp(path: Path, weights: Weights, _: int | None) -> None:
     """What ``torch.distributed.checkpoint.load`` opens."""
-    with _mapped(path, weights) as tensors, warnings.catch_warnings():
+    with mapped(path, weights) as tensors, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is one process
         save(dict(tensors), storage_writer=FileSystemWriter(path), no_dist=True)
 
@@ -92,24 +103,25 @@ WRITERS: Mapping[str, Callable[[Path, Weights, int | None], None]] = {
 IN_SHARDS = ("safetensors", "pretrained")
 
 
-def _one_file(path: Path, weights: Weights, names: Sequence[str]) -> None:
+def one_file(path: Path, weights: Tensors, names: Sequence[str]) -> None:
+    """Writes these tensors as a safetensors file, a few at a time."""
     records = weights.arranged(names)
     with path.open("xb") as file:
         file.write(header(records, {}))
         for tensor in weights.read([record.name for record in records]):
             for piece in buffers_of(tensor):
                 file.write(piece)
-        _sync(file)
+        sync(file)
 
 
 @contextmanager
-def _mapped(path: Path, weights: Weights) -> Iterator[dict[str, Tensor]]:
+def mapped(path: Path, weights: Tensors) -> Iterator[dict[str, Tensor]]:
     """The tensors, in a file that is mapped for as long: they take no memory of their own."""
     file = path.with_name(f"{path.name}.mapped")
     records = weights.arranged([*weights.sizes])
     begin = len(header(records, {}))
     try:
-        _one_file(file, weights, [*weights.sizes])
+        one_file(file, weights, [*weights.sizes])
         with file.open("rb") as opened:
             memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
         yield {
@@ -126,21 +138,25 @@ def _mapped(path: Path, weights: Weights) -> Iterator[dict[str, Tensor]]:
         file.unlink(missing_ok=True)
 
 
-def _configuration(weights: Weights) -> Iterator[tuple[str, bytes]]:
-    """The files beside the weights that describe the model, but not an adapter of it."""
+def model_files(weights: Weights) -> dict[str, bytes]:
+    """The files beside the weights that describe the model, and its adapter, by name."""
+    files: dict[str, bytes] = {}
     for entry in weights.step.manifest.files:
         folder, _, name = entry.path.rpartition("/")
-        if folder == weights.record.directory and name in _CONFIGURATION:
+        if folder == weights.record.directory and name in _DESCRIPTION:
             with weights.step.file(entry.path) as reader:
-                yield name, reader.read()
+                files[name] = bytes(reader.read())
+    return files
 
 
-def _write(path: Path, content: bytes) -> None:
+def write_bytes(path: Path, content: bytes) -> None:
+    """Writes a small file."""
     with path.open("xb") as file:
         file.write(content)
-        _sync(file)
+        sync(file)
 
 
-def _sync(file: BinaryIO) -> None:
+def sync(file: BinaryIO) -> None:
+    """Flushes a file to the disk."""
     file.flush()
     os.fsync(file.fileno())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,39 +38,34 @@ _Stored = StoredTensor | Tensor  # the latter: one that shares memory with anoth
 _BATCH_BYTES = 16 << 20  # of small tensors that are read together
 
 
-class Weights:
-    """The weights of a model in a checkpoint, each in the type that it is exported in.
+class Tensors:
+    """Tensors of a checkpoint, each in the type that it is exported in.
 
     Args:
-        step: the checkpoint.
-        kind: ``"model"``, or ``"ema"``: the averaged weights, under the names of the model.
-        key: of the component, where the checkpoint has several of the kind.
-        dtype: see ``export_model``.
+        tensors: by name.
+        types: by name; others keep the type that they are stored in.
 
     Attributes:
-        step: the checkpoint.
-        record: the component.
-        sizes: the bytes of each tensor by its name, in the order of the model.
-
-    Raises:
-        CheckpointError: damage, or an I/O error.
-        StateMismatchError: there is no such model, or each rank has one of its own.
+        sizes: the bytes of each tensor by its name, in their order.
     """
 
-    def __init__(self, step: StepReader, kind: str, key: str | None, dtype: str) -> None:
-        self.step, self.record = step, _record(step, kind, key)
-        wanted = _types(step, self.record, dtype)
-        plain, parts = _stored(step, self.record)
-        if kind == EMA:
-            model = _record(step, MODEL, self.record.key.replace(EMA, MODEL, 1))
-            plain = _as_model(self.record.key, plain, [*_stored(step, model)[0]])
-        self._tensors = plain | parts
-        self._types: dict[str, torch.dtype] = {
-            name: _type_of(_dtype(tensor), wanted(name) if name in plain else None)
-            for name, tensor in self._tensors.items()
-        }
-        self._leaves = {name: self._leaf(name) for name in self._tensors}
+    def __init__(
+        self,
+        tensors: Mapping[str, _Stored],
+        types: Mapping[str, torch.dtype] = MappingProxyType({}),
+    ) -> None:
+        self._tensors = tensors
+        self._types = {name: types.get(name, _dtype(each)) for name, each in tensors.items()}
+        self._leaves = {name: self._leaf(name) for name in tensors}
         self.sizes = {name: leaf.num_bytes for name, leaf in self._leaves.items()}
+
+    @property
+    def untied(self) -> list[str]:
+        """The names, of several ones of a tensor the first."""
+        names: dict[int, str] = {}
+        for name, tensor in self._tensors.items():
+            names.setdefault(id(tensor), name)
+        return [*names.values()]
 
     def _leaf(self, name: str) -> Leaf:
         element = element_type(self._types[name])
@@ -105,6 +101,40 @@ class Weights:
             yield _cast(name, value, self._types[name])
 
 
+class Weights(Tensors):
+    """The weights of a model in a checkpoint.
+
+    Args:
+        step: the checkpoint.
+        kind: ``"model"``, or ``"ema"``: the averaged weights, under the names of the model.
+        key: of the component, where the checkpoint has several of the kind.
+        dtype: see ``export_model``; None: as they are stored.
+
+    Attributes:
+        step: the checkpoint.
+        record: the component.
+        parts: the names of the parts of quantized tensors.
+        others: the values of the state that are no tensors, by name.
+
+    Raises:
+        CheckpointError: damage, or an I/O error.
+        StateMismatchError: there is no such model, or each rank has one of its own.
+    """
+
+    def __init__(
+        self, step: StepReader, kind: str, key: str | None = None, dtype: str | None = None
+    ) -> None:
+        self.step, self.record = step, _record(step, kind, key)
+        wanted = _types(step, self.record, dtype)
+        plain, parts, self.others = _stored(step, self.record)
+        if kind == EMA:
+            model = _record(step, MODEL, self.record.key.replace(EMA, MODEL, 1))
+            plain = _as_model(self.record.key, plain, [*_stored(step, model)[0]])
+        types = {name: _type_of(_dtype(each), wanted(name)) for name, each in plain.items()}
+        self.parts = [*parts]
+        super().__init__(plain | parts, types)
+
+
 def batches_of(
     names: Iterable[str], sizes: Mapping[str, int], max_bytes: int
 ) -> Iterator[list[str]]:
@@ -122,8 +152,8 @@ def batches_of(
 
 def _stored(
     step: StepReader, record: ComponentRecord
-) -> tuple[dict[str, _Stored], dict[str, _Stored]]:
-    """The plain tensors by name, and the parts of quantized ones, which stay as they are.
+) -> tuple[dict[str, _Stored], dict[str, _Stored], dict[str, Any]]:
+    """Plain tensors by name, parts of quantized ones, which stay as they are, and other values.
 
     Of two names of one tensor both have it.
     """
@@ -133,12 +163,13 @@ def _stored(
         state = state.get("weights", state)
     plain: dict[str, _Stored] = {}
     parts: dict[str, _Stored] = {}
+    others = {n: v for n, v in state.items() if not (isinstance(v, Tensor) or is_subclass(v))}
     for name, value in state.items():
         made_of = leaves_of(value, StatePath("").key(name)) if is_subclass(value) else ()
         for into, key, each in [(plain, name, value), *((parts, p.name, v) for p, v in made_of)]:
             if isinstance(each, Tensor) and element_type(each.dtype) is not None:
                 into[key] = stored.tensors.get(id(each), each)
-    return plain, parts
+    return plain, parts, others
 
 
 def _as_model(key: str, average: Mapping[str, _Stored], names: Sequence[str]) -> dict[str, _Stored]:
@@ -154,8 +185,10 @@ def _as_model(key: str, average: Mapping[str, _Stored], names: Sequence[str]) ->
     return {name: average[begin + name] for name in names}
 
 
-def _types(step: StepReader, record: ComponentRecord, dtype: str) -> _TypeOf:
+def _types(step: StepReader, record: ComponentRecord, dtype: str | None) -> _TypeOf:
     """The type that a tensor of a name is to have; None for its own."""
+    if dtype is None:
+        return lambda name: None
     if dtype != AS_TRAINED:
         return lambda name: _TYPES[dtype]
     described: Any = step.manifest.fingerprint.get(record.key)
