@@ -35,9 +35,9 @@ def test_a_stock_script_continues_as_from_its_own_checkpoint(
     assert not differing(continued(kit, run, continue_from, out.name), expected)
     assert any("exp_avg" in name for name in expected)
     assert sum(line.startswith(("data: ", "rng: ", "hyper_parameters: ")) for line in lines) == 3
-    found, own = (torch.load(each, weights_only=True) for each in (out, out.parent / NATIVE))
-    assert found.keys() == own.keys()
-    assert found["loops"]["fit_loop"] == own["loops"]["fit_loop"]
+    found, native = (torch.load(each, weights_only=True) for each in (out, out.parent / NATIVE))
+    assert found.keys() == native.keys()
+    assert found["loops"]["fit_loop"] == native["loops"]["fit_loop"]
 
 
 def test_swapped_moments_are_found_and_the_module_opens_alone(kit: Kit) -> None:

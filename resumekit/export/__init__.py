@@ -14,7 +14,7 @@ from pathlib import Path
 
 from resumekit.errors import ConfigurationError
 from resumekit.export.formats import IN_SHARDS, WRITERS
-from resumekit.export.states import StoredRun
+from resumekit.export.stored_run import StoredRun
 from resumekit.export.trainings import TRAININGS
 from resumekit.export.weights import DTYPES, KINDS, MODEL, Weights
 from resumekit.storage.manifest import StepReader

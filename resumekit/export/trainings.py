@@ -19,7 +19,7 @@ from resumekit.export.formats import (
     write_bytes,
     write_model,
 )
-from resumekit.export.states import StoredRun
+from resumekit.export.stored_run import StoredRun
 from resumekit.export.weights import MODEL, Weights
 from resumekit.state import Slot
 
