@@ -132,7 +132,8 @@ class HookState(Checked):
         for owner, arguments in self._owners:
             owner.on_save_checkpoint(*arguments, checkpoint)
         put = {key: value for key, value in checkpoint.items() if key != "state_dict"}
-        return {"checkpoint": put, "state_keys": self._state_keys}
+        keys = {"state_keys": self._state_keys} if self._state_keys else {}
+        return {"checkpoint": put, **keys}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         checkpoint = {"state_dict": self._module.state_dict(), **state["checkpoint"]}

@@ -152,7 +152,7 @@ class _TrainerFields(TypedDict, total=False):
 
 
 class _TrainerState(_SameOnAllRanks):
-    """``TrainerState``; for an export also what the arguments give it."""
+    """``TrainerState``; for an export also what the arguments give it, if they set intervals."""
 
     schema = _TrainerFields
 
@@ -162,8 +162,10 @@ class _TrainerState(_SameOnAllRanks):
         self._progress = progress
 
     def state_dict(self) -> dict[str, Any]:
-        state = self._trainer.state
-        return {**super().state_dict(), _INTERVALS: {n: getattr(state, n) for n in _OF_ARGUMENTS}}
+        found, state, args = super().state_dict(), self._trainer.state, self._trainer.args
+        if not saves_by_itself(args) and args.eval_strategy == "no":
+            return found
+        return {**found, _INTERVALS: {name: getattr(state, name) for name in _OF_ARGUMENTS}}
 
     def check_state_dict(self, state: Any) -> None:
         super().check_state_dict({n: each for n, each in state.items() if n != _INTERVALS})

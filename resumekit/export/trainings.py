@@ -122,10 +122,13 @@ def _trainer_state(run: StoredRun) -> dict[str, Any]:
     if intervals is None:
         run.notes.append(
             "trainer_state.json: the checkpoint has no logging_steps, eval_steps and save_steps; "
-            "the Trainer takes 500 for each"
+            "the Trainer takes 500 for each, unless the log shows how often it was written"
         )
         num_batches = progress["micro_step"] * run.step.manifest.world_size
         intervals = {"train_batch_size": -(-progress["samples"] // max(num_batches, 1))}
+        logged = [line["step"] for line in stored.get("log_history", ()) if "loss" in line]
+        if len(logged) > 1:
+            intervals["logging_steps"] = logged[-1] - logged[-2]
     return {**{n: each for n, each in stored.items() if n != "intervals"}, **intervals}
 
 
