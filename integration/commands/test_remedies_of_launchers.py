@@ -33,7 +33,7 @@ def launch(*words: object, expected: int = 0, **variables: object) -> str:
 
 @pytest.mark.full
 @pytest.mark.remedy(
-    "Remove the argument to train from step {}, or finish that run without resumekit run"
+    "Remove the argument to train from step {}, or finish that run without resumekit run{}"
 )
 def test_a_checkpoint_of_another_run_is_not_passed_or_is_finished_by_its_own_means(
     tmp_path: Path, remedy: Remedy

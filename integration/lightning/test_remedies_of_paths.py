@@ -31,9 +31,17 @@ class Net(Classifier):
         super().__init__()
 
 
-def fit(directory: Path | None, path: Any = None, *, epochs: int = 2, net: Any = None) -> Trainer:
+def fit(
+    directory: Path | None,
+    path: Any = None,
+    *,
+    epochs: int = 2,
+    net: Any = None,
+    import_from: str | None = None,
+) -> Trainer:
     """A fit with a callback, or a stock one without a directory."""
-    callbacks: list[Any] = [] if directory is None else [ResumeCallback(directory, save_every=2)]
+    options: Any = {"save_every": 2, "import_from": import_from}
+    callbacks: list[Any] = [] if directory is None else [ResumeCallback(directory, **options)]
     settings = {"enable_checkpointing": False, "max_epochs": epochs, **QUIET}
     trainer = Trainer(callbacks=callbacks, **settings)
     loader = make_loader(False, "shuffle", "0", NUM_SAMPLES)
@@ -67,13 +75,15 @@ def test_the_step_of_another_run_is_resumed_in_its_directory(
 
 
 @pytest.mark.remedy(
-    "Let {} finish that run without ResumeCallback, or begin a new one from its weights alone: {}"
+    "Pass import_from={} to ResumeCallback to continue that run, or begin a new one from its "
+    "weights alone: {}"
 )
-def test_a_run_of_lightning_is_finished_or_its_weights_begin_one(
+def test_a_run_of_lightning_is_continued_or_its_weights_begin_one(
     tmp_path: Path, remedy: Remedy
 ) -> None:
     path = stock(tmp_path)
     text = remedy.of(fit, tmp_path / "run", path)
-    assert fit(None, path).global_step == END
+    given = re.findall(r"import_from='(.+?)'", text)[0]
+    assert fit(tmp_path / "imported", import_from=given).global_step == END
     load = getattr(Net, re.findall(r"(\w+)\(that path\)", text)[0])
     assert fit(tmp_path / "run", net=load(path)).global_step == END

@@ -51,9 +51,10 @@ def test_each_training_has_a_trainer_and_a_directory(tmp_path: Path, remedy: Rem
 
 
 @pytest.mark.remedy(
-    "Let {} finish that run without ResumeCallback, or begin a new one from its weights alone: {}"
+    "Pass import_from={} to ResumeCallback to continue that run, or begin a new one from its "
+    "weights alone: {}"
 )
-def test_a_run_of_the_stock_trainer_is_finished_or_its_weights_begin_one(
+def test_a_run_of_the_stock_trainer_is_continued_or_its_weights_begin_one(
     tmp_path: Path, remedy: Remedy
 ) -> None:
     saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
@@ -62,7 +63,10 @@ def test_a_run_of_the_stock_trainer_is_finished_or_its_weights_begin_one(
         stock.train()
     path = str(tmp_path / "output" / "checkpoint-2")
     text = remedy.of(continued(tmp_path).train, resume_from_checkpoint=path)
-    assert make_trainer(tmp_path, **saving).train(resume_from_checkpoint=path).global_step == 4
+    imported = make_trainer(tmp_path / "imported", **{**saving, "save_strategy": "no"})
+    given = re.findall(r"import_from='(.+?)'", text)[0]
+    attach(imported, tmp_path / "imported", import_from=given)
+    assert imported.train().global_step == 4
     load = getattr(GPT2LMHeadModel, re.findall(r"(\w+)\(that path\)", text)[0])
     made = make_trainer(tmp_path / "new", max_steps=4)
     trainer = Trainer(load(path), made.args, train_dataset=made.train_dataset)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from resumekit.errors import ConfigurationError
+from resumekit.imports.recognition import recognise
 from resumekit.log import logger, show_messages
 from resumekit.storage.directories import StepName
 from resumekit.storage.store import Store
@@ -45,17 +46,18 @@ def refuse_checkpoint(
     """
     given, steps = Path(path).resolve(), step_names(directory)
     run = given if StepName.parse(given.name) is None else given.parent
-    found = f"a checkpoint of {framework}"
+    other = recognise(given)
+    found = f"a checkpoint of {framework}" if other is None else str(other)
     remedy = f"Call {call} alone: it resumes from the run directory, or starts the run there"
     if not given.exists():
         found = "no such file or directory"
     elif step_names(run):
         found = f"of another run, in {run}"
         remedy = f"Pass that directory to ResumeCallback: {str(run)!r}"
-    elif not steps:
+    elif not steps and other is not None:
         remedy = (
-            f"Let {framework} finish that run without ResumeCallback, or begin a new one from its "
-            f"weights alone: {weights}"
+            f"Pass import_from={str(path)!r} to ResumeCallback to continue that run, or begin a "
+            f"new one from its weights alone: {weights}"
         )
     raise ConfigurationError(
         f"{argument}={str(path)!r}",
@@ -92,12 +94,14 @@ def replace_checkpoint(
     ours = names[0].step if names else 0
     if step is None or step > _last_begun_step(directory, ours):
         found = f"at step {step}" if step is not None else "at an unknown step"
+        other = None if names else recognise(Path(path))
+        takes_over = "" if other is None else f", or take it over: {other.command(directory)}"
         raise ConfigurationError(
             f"{argument}={str(path)!r}",
             found=f"{found}, and {directory} is {f'at step {ours}' if names else 'empty: step 0'}",
             expected="a step that the run directory has reached",
             remedy=f"Remove the argument to train from step {ours}, or finish that run without "
-            "resumekit run",
+            f"resumekit run{takes_over}",
         )
     if logs:
         show_messages()

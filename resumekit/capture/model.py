@@ -32,6 +32,7 @@ from resumekit.serialization.digests import leaves_of
 from resumekit.serialization.sharding import FlatPart, fill, is_sharded, local_part
 from resumekit.serialization.tensors import is_subclass, parts_of
 from resumekit.state import (
+    Adopting,
     ComponentState,
     InPlace,
     Renamed,
@@ -265,7 +266,7 @@ _MIN_FROZEN_BYTES = 4 << 20
 RANK_BUFFERS = "rank_buffers"
 
 
-class ModelState(Renamed, InPlace):
+class ModelState(Renamed, Adopting, InPlace):
     """The state of a module, independent of its wrappers now and when it was saved.
 
     Only what ``module.state_dict()`` holds is saved; for the rest see ``attribute_components``.
@@ -336,6 +337,14 @@ class ModelState(Renamed, InPlace):
         ]
         refuse(self.key, problems, remedy=_REMEDY)
         return ()
+
+    def adopted(self, given: Any) -> Any:
+        """The state, with tied tensors under each of their names: safetensors files have one."""
+        live = self.state_dict()
+        names = {address_of(live[name]): name for name in live if name in given}
+        others = {name: names.get(address_of(each)) for name, each in live.items()}
+        tied = {name: given[other] for name, other in others.items() if other is not None}
+        return {**tied, **given}
 
     def live_tensors(self, state: Any) -> Iterator[tuple[Tensor, Tensor]]:
         """The parameters and buffers, if the module loads them as ``nn.Module`` does."""

@@ -34,6 +34,7 @@ from resumekit.serialization.digests import leaves_of
 from resumekit.serialization.planning import encode_local
 from resumekit.serialization.tensors import StatePath
 from resumekit.state import (
+    Adopting,
     Checked,
     ComponentState,
     Renamed,
@@ -162,7 +163,7 @@ def _scale_mismatches(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Iter
 _ScalerState = TypedDict("_ScalerState", {"class": str, "values": dict[str, Any]})
 
 
-class ScalerState(Checked):
+class ScalerState(Checked, Adopting):
     """The state of a ``torch.amp.GradScaler`` or of any object with its methods.
 
     Where the checkpoint has no scaler or a disabled one, the live one keeps its initial state, and
@@ -185,6 +186,10 @@ class ScalerState(Checked):
     def state_dict(self) -> dict[str, Any]:
         """The scaler's own state; its values are empty when it is disabled."""
         return {"class": class_name(self.scaler), "values": self.scaler.state_dict()}
+
+    def adopted(self, given: Any) -> dict[str, Any]:
+        """The state; its class is not known, and taken to be the live one."""
+        return {"class": class_name(self.scaler), "values": given}
 
     def check_state_dict(self, state: Any) -> None:
         """Refuses a state that lacks values of an enabled scaler, or has others."""

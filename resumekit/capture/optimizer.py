@@ -49,7 +49,7 @@ from resumekit.serialization.sharding import (
     sharded_over,
 )
 from resumekit.serialization.tensors import is_subclass
-from resumekit.state import Checked, ComponentState, InPlace, Renamed, Renaming
+from resumekit.state import Adopting, Checked, ComponentState, InPlace, Renamed, Renaming
 
 _REMEDY = "Build the optimizer as it was when the checkpoint was written"
 
@@ -60,7 +60,7 @@ NamedParameters = list[tuple[str, Tensor]]
 _MEMBERSHIP = ("params", "param_names")
 
 
-class OptimizerState(Checked, Renamed, InPlace):
+class OptimizerState(Checked, Renamed, Adopting, InPlace):
     """The state of one optimizer by FQN, without wrapper prefixes.
 
     The saved layout is that of torch's distributed ``get_state_dict``: ``state`` by FQN and
@@ -115,7 +115,19 @@ class OptimizerState(Checked, Renamed, InPlace):
         Raises:
             ConfigurationError: two parameters have one name.
         """
-        given = self.optimizer.state_dict()
+        return self._by_name(self.optimizer.state_dict())
+
+    def adopted(self, given: Any) -> dict[str, Any]:
+        """The state by name; as torch does, by the position of a parameter in the groups."""
+        sizes = [len(group["params"]) for group in getattr(self.optimizer, "param_groups", ())]
+        groups = given.get("param_groups") if isinstance(given, dict) else None
+        then = [len(group.get("params", ())) for group in groups or () if isinstance(group, dict)]
+        if isinstance(groups, list) and then != sizes:
+            words = (f"groups of {', '.join(map(str, each))} parameters" for each in (then, sizes))
+            refuse(self.key, [Mismatch.changed("param_groups", *words)], remedy=_REMEDY)
+        return self._by_name(given)
+
+    def _by_name(self, given: Any) -> dict[str, Any]:
         if not _has_torch_layout(given, self.optimizer):
             return {"class": class_name(self.optimizer), "opaque": given}
         groups, state = given["param_groups"], given["state"]

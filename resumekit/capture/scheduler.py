@@ -27,7 +27,7 @@ from resumekit.capture.nested_state import (
     require_loadable,
     structure_mismatches,
 )
-from resumekit.state import Checked
+from resumekit.state import Adopting, Checked
 
 _REMEDY = "Build the scheduler as it was when the checkpoint was written"
 
@@ -71,7 +71,7 @@ class _SchedulerFields(TypedDict):
     state: Any
 
 
-class SchedulerState(Checked):
+class SchedulerState(Checked, Adopting):
     """The state of a learning-rate scheduler, its parts and the classes of both.
 
     Of the callables of a schedule (LambdaLR's, CyclicLR's), the attributes of a callable object are
@@ -101,6 +101,10 @@ class SchedulerState(Checked):
     def state_dict(self) -> dict[str, Any]:
         """The scheduler's own state, and the classes of it and its parts."""
         return {"classes": _classes(self.scheduler), "state": self.scheduler.state_dict()}
+
+    def adopted(self, given: Any) -> dict[str, Any]:
+        """The state; its class is not known, and taken to be the live one."""
+        return {"classes": _classes(self.scheduler), "state": given}
 
     def check_state_dict(self, state: Any) -> None:
         """Refuses other classes, numbers of parts or param groups, and types of callables."""

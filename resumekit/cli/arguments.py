@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from resumekit.errors import ConfigurationError
+from resumekit.imports.recognition import recognise
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A run directory.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
@@ -30,8 +31,16 @@ def existing(path: Path) -> Path:
     """The path of a run directory, or of a step in one, as a command was given it.
 
     Raises:
-        ConfigurationError: there is no directory.
+        ConfigurationError: there is no directory, or it is a checkpoint of another program.
     """
+    other = recognise(path)
+    if other is not None:
+        raise ConfigurationError(
+            str(path),
+            found=f"{other}",
+            expected="the run directory of a job",
+            remedy=f"Make it the start of a run: {other.command()}",
+        )
     if not path.is_dir():
         found = "not a directory" if path.exists() else "no such directory"
         raise ConfigurationError(str(path), found=found, expected="the run directory of a job")

@@ -26,6 +26,7 @@ from resumekit.cli.arguments import (
 )
 from resumekit.cli.doctor_command import doctor
 from resumekit.cli.history_command import history
+from resumekit.cli.import_command import import_run
 from resumekit.cli.output_files import require_file_path, traces_for, write_comparison
 from resumekit.cli.prune_command import prune
 from resumekit.cli.replay_command import replay
@@ -371,6 +372,7 @@ def fetch(
 
 
 app.command()(history)
+app.command("import")(import_run)
 app.command()(prune)
 app.command()(report)
 app.command(

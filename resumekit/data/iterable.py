@@ -12,6 +12,7 @@ import xxhash
 from torch.utils.data import IterableDataset
 
 from resumekit.capture.rng import RngState
+from resumekit.data.loader_changes import SHARED
 from resumekit.data.loader_traits import (
     LoaderTraits,
     announce_epoch,
@@ -192,6 +193,11 @@ class ReplaySource(Source):
             self._fetches.begin(None if used is None else used["fetches"])
         if used is not None:
             self._replay(used)
+
+    def _from_counted(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        shared = {key: state[key] for key in SHARED if key in state}
+        known = {"generators": {}, "start": self._rng.state_dict(), "contents": None}
+        return {**self._current_state(), **shared, **known}
 
     def _restart_workers(self, workers: PersistentWorkers, state: Mapping[str, Any]) -> None:
         current = self._rng.state_dict()

@@ -197,7 +197,10 @@ def _sampler_noun(name: Mapping[str, Any]) -> str:
     return _SAMPLERS.get(name["kind"], sampler)
 
 
+# A position that another program has counted: the epoch and the batch are all that is known.
+COUNTED = "counted"
 _KINDS = {
+    COUNTED: "a DataLoader or an iterable",
     "map": "a DataLoader that the loop draws from by itself",
     "keyed": "a DataLoader with randomness='keyed' that the loop draws from by itself",
     WRAPPED: "a loader that Accelerate or the Trainer has prepared",

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, MapDataPipe
 from resumekit.capture.rng import RngState, generator_state
 from resumekit.capture.user_state.walk import content_digest
 from resumekit.data.epoch_order import (
+    DRAWN,
     UNKNOWN,
     Batching,
     may_draw_lazily,
@@ -40,8 +41,10 @@ from resumekit.data.loader_traits import (
     nested_generators,
 )
 from resumekit.data.seeking import (
+    DRAWN_HERE,
     RecordingSampler,
     Seek,
+    counted_position,
     find_seeker,
     is_reshared,
     start_of,
@@ -205,6 +208,7 @@ class MapSource(Source):
             self._attach_worker_states({}, num_padding=0)
         self._samples = self._since = 0
         self._inherited, self.epoch_length = {}, None
+        self._unknown = "" if self._unknown == DRAWN_HERE else self._unknown
         self._record_start()
         self._iterator = self._iterate(resumed)
 
@@ -282,6 +286,16 @@ class MapSource(Source):
 
     def _from_other_kind(self, state: Mapping[str, Any]) -> dict[str, Any]:
         return unwrapped_position(state, self.kind, where=self.name)
+
+    def _from_counted(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        announce_epoch(self.loader, state["epoch"])
+        name = self._order_name()
+        if name["kind"] in (DRAWN, UNKNOWN):
+            self._unknown = DRAWN_HERE
+        shared = {key: state[key] for key in SHARED if key in state}
+        counted = counted_position(state, self._batching, name)
+        workers = {"num_workers": self.traits.num_workers}
+        return {**self._state(), **shared, **_NO_EPOCH, **counted, **workers}
 
     def _epoch_start(self, pending: Mapping[str, Any]) -> dict[str, Any]:
         """What the loader's own sampler is to draw the current epoch from, see ``Seek``."""

@@ -10,6 +10,7 @@ import numpy as np
 from resumekit.capture.rng import GeneratorState, RngStates
 from resumekit.capture.user_state.table import UserStateContent
 from resumekit.data.epoch_order import DRAWN, IN_ORDER, KEYED, SEEDED, SEEDED_BY_EPOCH
+from resumekit.data.loader_changes import COUNTED
 from resumekit.data.loader_traits import WRAPPED
 from resumekit.state import Count, Rule, Variants
 
@@ -199,6 +200,12 @@ def _has_start(position: Mapping[str, Any]) -> bool:
     return not position["batch"] or position["start"] is not None
 
 
+class _Counted(_Common):
+    """As another program has counted it, in batches of an epoch that the live sampler draws."""
+
+    ahead: list[RngStates]
+
+
 _BY_SAMPLES = Annotated[_MapStyle, Rule("the order of its epoch", _knows_epoch)]
 _AHEAD = Annotated[_Outer, Rule("entries for each batch ahead", _are_alike)]
 _KINDS = {
@@ -208,6 +215,7 @@ _KINDS = {
     "ahead": _AHEAD,
     "stateful": Annotated[_Stateful, Rule("the start of its epoch", _has_start)],
     "replay": Annotated[_Replay, Rule("the start of its epoch", _has_start)],
+    COUNTED: _Counted,
 }
 PositionState: TypeAlias = Annotated[
     dict[str, Any],

@@ -238,6 +238,16 @@ class OuterSource(Source):
             num_batches=inner.epoch_length,
         )
 
+    def _from_counted(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            **{key: state[key] for key in SHARED if key in state},
+            "kind": self.kind,
+            "geometry": dict(self._geometry()),
+            "generators": {},
+            "inner": {**state, "ahead": []},
+            "ahead": list(state["ahead"]),
+        }
+
     def comparable_state(self) -> dict[str, Any]:
         state = self.state_dict()
         if not self._inner.keyed:

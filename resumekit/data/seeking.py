@@ -425,6 +425,35 @@ def start_of(state: Mapping[str, Any]) -> dict[str, Any]:
     return {moment: start[moment] for moment in ("at_iter", "at_first") if moment in start}
 
 
+DRAWN_HERE = (
+    "how this epoch was drawn is not in the checkpoint that was imported: its rest is that of the "
+    "order that this launch has drawn"
+)
+
+
+def counted_position(
+    state: Mapping[str, Any], batching: Batching, name: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What of a position follows from the batches that were used of an epoch.
+
+    Args:
+        state: as another program has counted it.
+        batching: how the loader divides its order.
+        name: of the order that its sampler gives in the epoch.
+    """
+    used = {"since": 0, "replica": batching.replica, "num_replicas": batching.num_replicas}
+    return {
+        "samples": state["batch"] * batching.batch_size * batching.num_replicas,
+        "generators": {},  # they stay where the order is drawn from
+        "order_name": name,
+        "used": {**used, "in_a_row": batching.in_a_row, "digest": None},
+        "sampler": sampler_setting(name),
+        "before": None,
+        "workers": {},
+        **({"ahead": state["ahead"]} if state["ahead"] else {}),
+    }
+
+
 def used_here(state: Mapping[str, Any]) -> int:
     """The samples that one rank used in the current epoch."""
     return int(state["samples"]) // int(state["geometry"]["num_replicas"])

@@ -14,6 +14,7 @@ from resumekit.capture.user_state.attributes import Holder
 from resumekit.capture.user_state.exclusions import attributes_set_in
 from resumekit.capture.user_state.value_types import is_user_object
 from resumekit.data.loader_changes import (
+    COUNTED,
     FittedPosition,
     fit_at_epoch_start,
     refuse_kind,
@@ -252,7 +253,9 @@ class Source(ABC):
         """
         self._length_in = -1
         within = state["batch"] > 0
-        if within and state["kind"] != self.kind:
+        if within and state["kind"] == COUNTED:
+            state = self._from_counted(state)
+        elif within and state["kind"] != self.kind:
             state = self._from_other_kind(state)
         is_of_kind = state["kind"] == self.kind
         self._is_endless = within and state["endless"]
@@ -289,6 +292,14 @@ class Source(ABC):
 
     def _from_other_kind(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A position inside an epoch that another kind of loader began, as a position of this one.
+
+        Raises:
+            DataPositionError: it cannot be found by this kind.
+        """
+        refuse_kind(state, self.kind, where=self.name)
+
+    def _from_counted(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A position inside an epoch that another program has counted, as one of this kind.
 
         Raises:
             DataPositionError: it cannot be found by this kind.

@@ -46,6 +46,7 @@ class OptionKeywords(TypedDict, total=False):
     allow_changes: Collection[Change]
     rename: Mapping[str, str]
     resume_from: str | None
+    import_from: str | Path | None
     on_save_error: Literal["raise", "warn"]
     on_full: Literal["raise", "skip", "prune"]
     async_save: bool | Literal["auto"]
@@ -97,6 +98,9 @@ class Options:
             ``{"model.": ""}``. Needed only where a part of the names has changed; used while the
             checkpoint has the old names. See docs/contract.md.
         resume_from: the one checkpoint to start from, by name, e.g. ``"step-00000500"``.
+        import_from: the path of a checkpoint that another program has written, e.g. a Trainer's
+            ``checkpoint-500``: the run begins from it where its directory is empty. See
+            docs/imports.md.
         on_save_error: ``"raise"``, or ``"warn"`` to log it and train on; the old checkpoint stays
             either way.
         on_full: what becomes of a save for which the disk or the quota is too small: ``"raise"``
@@ -155,6 +159,7 @@ class Options:
     allow_changes: Collection[Change] = field(default_factory=frozenset)
     rename: Mapping[str, str] = field(default_factory=dict)
     resume_from: str | None = None
+    import_from: str | Path | None = None
     on_save_error: Literal["raise", "warn"] = "raise"
     on_full: Literal["raise", "skip", "prune"] = "raise"
     async_save: bool | Literal["auto"] = False

@@ -9,12 +9,12 @@ from typing import Any
 from resumekit.capture.rng import RngState, RngStates, generator_state, set_generator_state
 from resumekit.data.position import DataPosition, Feed
 from resumekit.data.source import Source
-from resumekit.state import Checked, Fidelity, Resplit, WorldChange
+from resumekit.state import Adopting, Checked, Fidelity, Resplit, WorldChange
 
 _AT_EPOCH = "at_epoch"
 
 
-class RandomState(Checked):
+class RandomState(Checked, Adopting):
     """The component ``rng``: what a checkpoint holds is set when the loop reaches its position.
 
     Until then it is kept, and a save in between saves it again. The random state that an epoch of
@@ -51,6 +51,10 @@ class RandomState(Checked):
             return self._pending
         at_epoch = {} if self._at_epoch is None else {_AT_EPOCH: self._at_epoch}
         return {**self._rng.state_dict(), **at_epoch}
+
+    def adopted(self, given: Any) -> dict[str, Any]:
+        """The state; what was not saved, such as private generators, has its live state."""
+        return {**given, "generators": self._rng.state_dict()["generators"]}
 
     def check_state_dict(self, state: Any) -> None:
         """Raises StateMismatchError unless ``state`` can be loaded; changes nothing.

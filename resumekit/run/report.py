@@ -24,6 +24,7 @@ from resumekit.state import (
     Slot,
     StateComponent,
 )
+from resumekit.storage.imported import ImportOrigin, import_of, imported_details
 from resumekit.storage.manifest import LINEAGE, ForkOrigin, Manifest
 
 # Gives lines for state that the run has and no component holds.
@@ -53,6 +54,7 @@ class Reporter:
         self._findings: list[Finding] = []
         self._known: set[tuple[str, Any]] = set()  # the fidelity of each part, once announced
         self._lineage: Any = None  # where the run was forked from another one
+        self._imported: ImportOrigin | None = None  # what it began from
         self._history: list[dict[str, Any]] = []  # of changes that a resume followed
 
     def log(self, message: str) -> None:
@@ -229,6 +231,7 @@ class Reporter:
     def take_history(self, manifest: Manifest) -> None:
         """The changes that earlier resumes followed, with room for those of this one; and forks."""
         self._lineage = manifest.details.get(LINEAGE)
+        self._imported = import_of(manifest)
         earlier = manifest.details.get("changes", [])
         self._history = [*earlier, {"step": manifest.step, "changes": []}]
 
@@ -261,6 +264,8 @@ class Reporter:
             details["saves"] = str(self._interval)
         if self._lineage:
             details[LINEAGE] = self._lineage
+        if self._imported is not None:
+            details |= imported_details(ImportOrigin(self._imported.source))
         history = [entry for entry in self._history if entry["changes"]]
         if history:
             details["changes"] = history

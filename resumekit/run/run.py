@@ -394,7 +394,7 @@ class Replay:
     @staticmethod
     def options(options: Options) -> Options:
         """The options of the run, but for what it begins from and which checkpoints it keeps."""
-        return replace(options, resume_from=None, keep_latest=None)
+        return replace(options, resume_from=None, import_from=None, keep_latest=None)
 
     def note(self, header: Header, record: Record) -> None:
         """Compares a record that was just written with the journal of the run that is replayed."""

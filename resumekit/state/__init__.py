@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from resumekit.state.component import (
     CLOCK_SUFFIXES,
+    Adopting,
     AfterResume,
     AfterRng,
     BeforeSave,
@@ -31,6 +32,7 @@ from resumekit.state.schema import Count, Misfit, Rule, Variants, check_schema, 
 
 __all__ = [
     "CLOCK_SUFFIXES",
+    "Adopting",
     "AfterResume",
     "AfterRng",
     "BeforeSave",

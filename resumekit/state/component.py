@@ -3,8 +3,8 @@
 - ``StateComponent``: the declaration; who writes the state follows from it.
 - ``Stateful``: the two methods of the state. Any object that has them can be a component.
 - ``ComponentState``: the base class with the optional methods that any state may override.
-- ``Checked``, ``Renamed``, ``InPlace``, ``BeforeSave``, ``AfterResume``, ``AfterRng``: base classes
-  of states that follow one event or one change more.
+- ``Checked``, ``Renamed``, ``Adopting``, ``InPlace``, ``BeforeSave``, ``AfterResume``,
+  ``AfterRng``: base classes of states that follow one event or one change more.
 """
 
 from __future__ import annotations
@@ -305,6 +305,22 @@ class Renamed(ComponentState):
     def entries(self, state: Any) -> Mapping[str, Any] | None:
         """The entries of a module's state by name; None for a state that holds no module."""
         return None
+
+
+class Adopting(ComponentState):
+    """A state that can be made of what another program has saved of the same objects."""
+
+    def adopted(self, given: Any) -> Any:
+        """The state of this component.
+
+        Args:
+            given: what ``state_dict`` of the object gave there. It may be of any other object:
+                what does not fit is refused by ``check_state_dict``.
+
+        Raises:
+            StateMismatchError: it is no state of such an object.
+        """
+        raise NotImplementedError
 
 
 class InPlace(ComponentState):

@@ -51,10 +51,11 @@ LAYERS: dict[str, set[str]] = {
     },
     "data": {"errors", "log", "progress_display", "state", "distributed", "capture"},
     "record": {"errors", "log", "state", "serialization", "capture", "version"},
+    "imports": {"errors", "state", "storage", "serialization", "capture"},
     "run": {
         *("errors", "log", "state", "distributed", "live"),
         *("storage", "serialization", "capture", "data", "record", "progress_display"),
-        *("replay_plan", "cadence", "places"),
+        *("replay_plan", "cadence", "places", "imports"),
     },
     "checkpointer": {"errors", "log", "state", "run"},
     "resumekit": {"version", "errors", "state", "record", "run", "checkpointer", "places"},
@@ -70,7 +71,7 @@ LAYERS: dict[str, set[str]] = {
         *("live", "serialization", "capture", "data"),
     },
     "launcher": {"errors", "replay_plan"},
-    "attach": {"errors", "log", "cadence", "storage", "record", "launcher"},
+    "attach": {"errors", "log", "cadence", "storage", "record", "launcher", "imports"},
     "adapters": {
         *("errors", "log", "state", "distributed", "requirements", "resumekit"),
         *("storage", "capture", "data", "run", "frameworks", "attach"),
@@ -96,7 +97,7 @@ LAYERS: dict[str, set[str]] = {
     "cli": {
         *("errors", "log", "progress_display", "storage", "export", "prove", "demo", "version"),
         *("diff", "fork", "shared_files", "html_report", "attach", "supervisor", "replay"),
-        *("printable", "places", "prune", "cadence", "doctor"),
+        *("printable", "places", "prune", "cadence", "doctor", "imports"),
     },
     "__main__": {"cli"},
 }
@@ -105,8 +106,8 @@ LAYERS: dict[str, set[str]] = {
 # others use from their `__init__`.
 PUBLIC_MODULES: dict[str, str] = {
     "storage": (
-        "commit committed directories file_reader files io.direct io.file_system io.pipeline "
-        "io.shared_memory manifest ownership parts retention store"
+        "commit committed directories file_reader files imported io.direct io.file_system "
+        "io.pipeline io.shared_memory manifest ownership parts retention store"
     ),
     "serialization": (
         "deferral digests encoding index leaves planning reading sharding subclasses tensors "
@@ -123,6 +124,7 @@ PUBLIC_MODULES: dict[str, str] = {
     "frameworks": "accelerate deepspeed training_identity",
     "launcher": "processes",
     "places": "copies memory mirror place",
+    "imports": "content importing recognition",
     "prove": "causes",
     "html_report": "comparison_page diff_page replay_page run_page",
 }
@@ -188,7 +190,13 @@ DANGEROUS = frozenset(
     }
 )
 # By path, each name with its reason.
-DANGEROUS_ALLOWED: dict[str, dict[str, str]] = {}
+DANGEROUS_ALLOWED: dict[str, dict[str, str]] = {
+    "resumekit/imports/reading.py": {
+        "torch.load": "checkpoints of other programs, for an import alone",
+        "weights_only": "True: tensors and plain values",
+        "pickle": "its errors, and an unpickler that makes an empty class of every name",
+    },
+}
 
 
 # What starts a process, as the beginning of a dotted name. subprocess.run is left out: it waits for
@@ -231,21 +239,24 @@ BUDGET: dict[str, int] = {
     # 40: deletions on a full disk, drafts that are removed after an error; 60: commits of copies;
     # 60: pages of shared memory that are used again; 35: directories of an overlay that cannot be
     # renamed; 5: which states the job has once; 20: the newest checkpoint that can be opened, which
-    # the commands and the reader of DCP had; 20: deletion by a command
-    "storage": 3_095,
+    # the commands and the reader of DCP had; 20: deletion by a command; 15: imports
+    "storage": 3_110,
     "serialization": 3_160,  # 10: how many parts an index may have; 180: tensors made of others
     "places": 795,  # 75: memory; 20: a limit of the bandwidth
     "live": 1_080,
     # 300: the types of saved states; errors of objects' own loads; 5: integers too large for torch;
     # 5: one state of those that groups of ranks wrote, which diff had; 30: tensors made of others;
-    # 55: objects in the state of an optimizer
-    "capture": 7_020,
+    # 55: objects in the state of an optimizer; 20: states that another program has saved
+    "capture": 7_040,
     # 100: the types of saved positions; 20: loaders that skip what was used; 45: loaders that begin
-    # with their first batch
-    "data": 4_375,
+    # with their first batch; 55: positions that another program has counted
+    "data": 4_430,
     "record": 1_460,
-    # 120: the check of what states hold; 50: full disks; 80: places; 135: copies in memory
-    "run": 6_450,
+    # 120: the check of what states hold; 50: full disks; 80: places; 135: copies in memory; 45:
+    # what an imported step lacks
+    "run": 6_495,
+    # readers of four formats, what each of them lacks, recognition of two more, and the step
+    "imports": 590,
     "__main__": 5,
     "checkpointer": 170,  # 10: types that are known before their objects
     # 200: a few tensors at a time; averages; shards, and what from_pretrained, torch and DCP open;
@@ -262,7 +273,7 @@ BUDGET: dict[str, int] = {
     "frameworks": 780,  # 10: the types of saved counts
     "launcher": 240,  # has the one starter of processes; 10: what a parent's end hides
     # 10: the processes that have a Checkpointer; 35: paths that scripts pass to their framework
-    "attach": 405,
+    "attach": 410,
     # 160: the types of saved loop states; 15: ckpt_path; 15: the entry points of Lightning
     "adapters": 2_765,  # 30: what an export has to know of a framework's objects
     "recorder": 575,  # 5: tensors made of others
@@ -273,9 +284,9 @@ BUDGET: dict[str, int] = {
     "demo_script": 90,
     "html_report": 1_050,  # 30: why an attempt ended, goodput
     # 50: checkpoints that a live run deletes meanwhile; 80: mirror, fetch, copies; 30: exports;
-    # 95: prune; 85: history; 65: unbroken names, runs of a parent, JSON of verify;
+    # 95: prune; 85: history; 65: unbroken names, runs of a parent, JSON of verify; 35: import;
     # 25: doctor
-    "cli": 1_195,
+    "cli": 1_230,
     "__init__": 50,
 }
 

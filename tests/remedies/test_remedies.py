@@ -359,6 +359,13 @@ _REASONS = {
         "Save under another number; no checkpoint is replaced",
         "Wait for the future of async_save before the next save",
     ),
+    "tests/imports/test_imports.py follows it": (
+        "Choose another run directory RUN, and import it first: {}",
+        "Choose another run directory, or leave the import out to continue that run",
+        "Load it in the program that wrote it, and save the state_dicts alone",
+        "Make it the start of a run: {}",
+        "Run `resumekit import` with --epoch {} or --epoch {}",
+    ),
     "integration/torch/test_dcp_writer.py follows it": (
         'Pass process_group=dist.new_group(backend="gloo") to async_save and to StorageWriter',
         "Save on all ranks that hold a part, without no_dist=True",

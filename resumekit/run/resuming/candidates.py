@@ -12,6 +12,7 @@ from resumekit.errors import (
     NoUsableCheckpointError,
     PlaceError,
 )
+from resumekit.imports.recognition import refuse_other
 from resumekit.places.copies import Copies
 from resumekit.run.options import Options
 from resumekit.run.saving.background import drain
@@ -25,13 +26,19 @@ def open_store(directory: Path, world: World, options: Options, copies: Copies) 
 
     Raises:
         DirectoryError: it cannot be used, or another live job owns it; or a rank sees another one.
+        ConfigurationError: ``import_from`` cannot be taken over.
         ResumekitError: as of ``Copies.acquire``.
     """
     store = Store(directory, lock=NoLock() if options.lock == "none" else None)
     drain()  # an abandoned run of this process owns its directory until its save is done
 
     def acquire() -> tuple[str, str]:
+        refuse_other(store.directory)
         copies.acquire(store)
+        if options.import_from is not None and not copies.names():
+            from resumekit.imports.importing import import_once  # loads safetensors
+
+            import_once(Path(options.import_from), store)
         return store.run_id, store.attempt
 
     try:

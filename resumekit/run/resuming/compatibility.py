@@ -28,6 +28,7 @@ def check_fit(
     *,
     world_size: int,
     regrouped: Collection[str],
+    imported: bool,
     unneeded: Collection[str],
 ) -> tuple[str, ...]:
     """The components that start from their live state because the checkpoint has none.
@@ -38,6 +39,7 @@ def check_fit(
         options: of this run.
         world_size: the ranks of this run.
         regrouped: see ``regrouped_buffers``.
+        imported: another program has written what it holds; it may lack any component.
         unneeded: the components on one side only in which there is nothing, or which only another
             framework needs.
 
@@ -58,7 +60,7 @@ def check_fit(
         key = component.key
         if key in saved or names_component(options.exclude, key):
             continue
-        allowed = names_component(options.allow_missing, key) or key in regrouped
+        allowed = imported or names_component(options.allow_missing, key) or key in regrouped
         # What a framework needs for its own loop, starts fresh where another one was left.
         allowed = allowed or component.framework not in ("", *former)
         allowed = allowed or component.slot in _MAY_START_FRESH or not component.required

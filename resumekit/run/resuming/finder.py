@@ -56,6 +56,7 @@ from resumekit.state import (
     nearest_prefixes,
 )
 from resumekit.storage.directories import StepName
+from resumekit.storage.imported import import_of
 from resumekit.storage.manifest import ComponentRecord, Manifest, StepReader, is_pruned
 from resumekit.storage.store import Store
 
@@ -288,6 +289,12 @@ class Found:
         """The checkpoint's inventory."""
         return self.reader.manifest
 
+    @property
+    def as_given(self) -> Collection[str]:
+        """The components whose states are as another program has saved them."""
+        imported = import_of(self.manifest)
+        return () if imported is None else imported.as_given
+
     def every_state(self) -> Iterator[tuple[str, Any]]:
         """The states that were read, each with the key of its component."""
         yield from self.states.items()
@@ -388,7 +395,8 @@ class Finder:
                 )
             with self._shown(reader):
                 found = self._states(name, reader)
-            check_contents(reader.manifest, found.every_state(), self.checked)
+            plain = (pair for pair in found.every_state() if pair[0] not in found.as_given)
+            check_contents(reader.manifest, plain, self.checked)
         except ResumekitError as problem:
             error = problem
         errors = self.world.gather(error)

@@ -35,6 +35,7 @@ from resumekit.run.resuming.finder import Finder, Found, built, models_first
 from resumekit.run.resuming.state_origins import StateOrigins
 from resumekit.serialization.digests import state_digest
 from resumekit.state import (
+    Adopting,
     AfterResume,
     AfterRng,
     ComponentState,
@@ -47,6 +48,7 @@ from resumekit.state import (
     states_of,
 )
 from resumekit.storage.directories import StepName
+from resumekit.storage.imported import import_of
 from resumekit.storage.manifest import ComponentRecord
 
 # The order of a restore. The progress comes before it, as soon as the checkpoint is found; the data
@@ -64,6 +66,9 @@ _RESTORE_ORDER = (
     Slot.RNG,
     Slot.VARIABLES,
 )
+
+
+_SLOT_NAMES = frozenset(each.value for each in Slot)
 
 
 @dataclass(frozen=True)
@@ -121,8 +126,9 @@ class Loading:
         fit = self._fit(live, causes)
         reporter.take_history(manifest)
         changes = (*self._rename(), *self._divide())
-        reporter.log_changes(changes)
         messages = self._load(fit.fresh)
+        changes = (*self._imported(fit.fresh), *changes)
+        reporter.log_changes(changes)
         warnings, notes = drift_messages(fit.differences, self.options)
         for warning in warnings:
             reporter.warn(warning)
@@ -161,7 +167,7 @@ class Loading:
             check_randomness({each.key for each in manifest.components}, options.randomness)
         others = of_other_frameworks(manifest, components)
         then = {key: value for key, value in manifest.fingerprint.items() if key not in others}
-        changed = differences(then, live)
+        changed = () if found.as_given else differences(then, live)
         self.world.everywhere(lambda: accept_drift(changed, components, options, causes=causes))
         regrouped = regrouped_buffers(manifest, components, self.membership)
         fresh = check_fit(
@@ -170,6 +176,7 @@ class Loading:
             options,
             world_size=self.world.world_size,
             regrouped=regrouped,
+            imported=bool(found.as_given),
             unneeded=self._empty() | others.keys() | {Slot.VARIABLES.value},
         )
         known = {each.key for each in components}
@@ -215,6 +222,12 @@ class Loading:
         """
         found = self.found
         components = {each.key: each for each in self.components}
+        for key in found.as_given:
+            state = components[key].stateful if key in components else None
+            if key in found.states and isinstance(state, Adopting):
+                found.states[key] = state.adopted(found.states[key])
+                if not isinstance(state, ModelState):
+                    found.renames.renamed.add(key)  # it has live names
         for key in models_first(components.keys() - found.renames.renamed):
             component = components[key]
             if key in found.states:
@@ -359,8 +372,27 @@ class Loading:
             if component.key in keys:
                 found = component.state.start_fresh()
                 default = f"{self.found.name} has no {component.key}: it starts from its live state"
-                notes.extend([default] if found is None else found)
+                if not self.found.as_given:  # else one line says all, see _imported
+                    found = [default] if found is None else found
+                notes.extend(found or ())
         return notes
+
+    def _imported(self, fresh: Sequence[str]) -> tuple[str, ...]:
+        """One line on a checkpoint that was imported: what it is, and what it lacks."""
+        imported = import_of(self.found.manifest)
+        if imported is None or not imported.as_given:
+            return ()
+        lacks = [*imported.lacks, *filter(self._is_lost, fresh)]
+        words = f": no {', '.join(lacks)}; started afresh" if lacks else ""
+        return (f"imported from {imported.source}{words}",)
+
+    def _is_lost(self, key: str) -> bool:
+        """Whether a component that the checkpoint lacks has state that other words do not name."""
+        if key in _SLOT_NAMES:
+            return False
+        state = next(each.state for each in self.components if each.key == key)
+        has_words = type(state).start_fresh is not ComponentState.start_fresh
+        return not has_words and not is_empty(state.state_dict())
 
 
 def _words(returned: Any) -> list[str]:

@@ -1,0 +1,42 @@
+"""``import``: a checkpoint of another program becomes the first step of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def import_run(
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A checkpoint that another program has written.")
+    ],
+    directory: Annotated[Path, typer.Argument(metavar="RUN", help="The new run's directory.")],
+    step: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Its optimizer step, if it lacks that.")
+    ] = None,
+    epoch: Annotated[
+        int | None,
+        typer.Option(
+            min=0, metavar="N", help="The epoch that the run continues with, counted from 0."
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="How many batches of that epoch were used."),
+    ] = None,
+) -> None:
+    """Make a checkpoint of the Trainer, Lightning, Accelerate or torch.save the start of a run.
+
+    The same training command, with resumekit and this run directory, continues from it.
+    """
+    from resumekit.cli.terminal import print_line
+    from resumekit.imports.content import Position
+    from resumekit.imports.importing import import_checkpoint
+    from resumekit.log import show_messages
+
+    show_messages()
+    made, origin = import_checkpoint(path, directory, asked=Position(step, epoch, batch))
+    lacks = f"; it has no {', '.join(origin.lacks)}" if origin.lacks else ""
+    print_line(f"{made}  imported from {origin.source}{lacks}")

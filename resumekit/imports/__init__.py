@@ -1,0 +1,1 @@
+"""Takes over checkpoints of other programs, as the first step of a run."""

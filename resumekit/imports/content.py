@@ -1,0 +1,388 @@
+"""What a checkpoint of another program holds, as the components of a run."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from resumekit.capture.global_rng import python_state
+from resumekit.errors import ConfigurationError
+from resumekit.imports.reading import (
+    read_attributes,
+    read_json,
+    read_torch_file,
+    read_weights,
+)
+from resumekit.imports.recognition import Kind, OtherCheckpoint, recognise
+from resumekit.state import Slot
+
+_MODEL, _OPTIMIZER = Slot.MODEL.value, Slot.OPTIMIZER.value
+_SCHEDULER, _SCALER = Slot.LR_SCHEDULER.value, Slot.GRAD_SCALER.value
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run continues. What is None is not known.
+
+    Args:
+        step: optimizer steps.
+        epoch: the epoch of the next batch, from 0.
+        batch: the index of the next batch in it.
+    """
+
+    step: int | None = None
+    epoch: int | None = None
+    batch: int | None = None
+
+    def with_asked(self, asked: Position) -> Position:
+        """The position, with what the user gives where the source has none.
+
+        Raises:
+            ConfigurationError: the source says something else.
+        """
+        for name, value in vars(asked).items():
+            known = getattr(self, name)
+            if value is not None and known not in (None, value):
+                raise ConfigurationError(
+                    f"--{name} {value}", found=f"the checkpoint is at {name} {known}"
+                )
+        given = {name: value for name, value in vars(asked).items() if value is not None}
+        return replace(self, **given)
+
+
+@dataclass(frozen=True)
+class Content:
+    """A checkpoint of another program, taken apart.
+
+    Args:
+        source: what it is called in messages.
+        position: of the run.
+        given: ``state_dict`` of the run's objects as they were saved, by component key.
+        rng: the RNG states of each rank; None where they were not saved.
+        num_ahead: the batches that the framework had fetched ahead.
+        num_batches: used in all epochs.
+        batch_size: samples in a batch; 0 where it is not known.
+        counts: the Trainer's own counts.
+        lacks: what it does not hold, in words.
+        named_epoch: a number that may be the finished epoch, or the next one.
+    """
+
+    source: str
+    position: Position
+    given: Mapping[str, Any]
+    rng: tuple[Mapping[str, Any] | None, ...] = (None,)
+    num_ahead: int = 0
+    num_batches: int = 0
+    batch_size: int = 0
+    counts: Mapping[str, Any] = field(default_factory=dict)
+    lacks: tuple[str, ...] = ()
+    named_epoch: int | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        """The ranks that wrote it, as far as it shows them."""
+        return len(self.rng)
+
+    @property
+    def all_lacks(self) -> tuple[str, ...]:
+        """What it does not hold, in words."""
+        slots = {_OPTIMIZER: "optimizer", _SCHEDULER: "LR scheduler"}
+        parts = [f"state of {noun}" for key, noun in slots.items() if key not in self.given]
+        missing = [str(rank) for rank, state in enumerate(self.rng) if state is None]
+        if missing:
+            ranks = f" (that of rank {', '.join(missing)} is missing)" if self.num_ranks > 1 else ""
+            parts.append(f"RNG state{ranks}")
+        if self.position.epoch is None:
+            parts.append("position in the data")
+        return (*parts, *self.lacks)
+
+
+def read_content(path: Path) -> Content:
+    """What another program has saved.
+
+    Args:
+        path: a file or a directory.
+
+    Raises:
+        ConfigurationError: it is not recognised, is damaged, or cannot be taken over; says why.
+    """
+    found = recognise(path)
+    if found is None:
+        exists = "" if path.exists() else "no such file or directory, "
+        raise ConfigurationError(
+            str(path),
+            found=f"{exists}not a checkpoint that can be imported",
+            expected="a Trainer's checkpoint-N, a save_state folder of Accelerate, a .ckpt of "
+            "Lightning, or a torch.save file",
+        )
+    read = _READERS.get(found.kind)
+    if read is None:
+        _refuse(found, f"{found}, which is not taken over yet", "a checkpoint in whole tensors")
+    try:
+        return read(found)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        _refuse(found, f"{error!r:.160}, so not one as {found.kind.value}", "an intact one")
+
+
+def _refuse(found: OtherCheckpoint, what: str, expected: str) -> NoReturn:
+    raise ConfigurationError(str(found.path), found=what, expected=expected)
+
+
+# ---------------------------------------------------------------- parts
+
+
+def _given(folder: Path, names: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    """What the files of a folder hold, by component key."""
+    for key, name in names.items():
+        if (folder / name).is_file():
+            yield key, read_torch_file(folder / name)
+
+
+def _rng(python: Any, numpy: Any, cpu: Any, cuda: Any = ()) -> dict[str, Any]:
+    """The RNG states of a rank, from what the libraries give.
+
+    Args:
+        python: of ``random.getstate``.
+        numpy: of ``np.random.get_state``.
+        cpu: of ``torch.get_rng_state``.
+        cuda: of ``torch.cuda.get_rng_state``, or of all devices.
+    """
+    of_python, of_numpy = random.Random(0), np.random.RandomState(0)
+    of_python.setstate(python)
+    of_numpy.set_state(numpy)
+    return {
+        "python": python_state(of_python),
+        "numpy": of_numpy.get_state(legacy=False),
+        "torch": cpu,
+        "cuda": list(cuda) if isinstance(cuda, (list, tuple)) else [cuda],
+        "generators": {},
+    }
+
+
+def _rng_of_ranks(
+    folder: Path, one: str, several: str, convert: Callable[[Any], dict[str, Any]]
+) -> tuple[Mapping[str, Any] | None, ...]:
+    """The RNG states of all ranks.
+
+    Args:
+        folder: of the checkpoint.
+        one: the name of the file of a single process.
+        several: the names of the ranks' files, with a place for the rank.
+        convert: makes the states of what a file holds.
+    """
+    if (folder / one).is_file():
+        return (convert(read_torch_file(folder / one)),)
+    prefix, suffix = several.split("{}")
+    found = {
+        int(each.name[len(prefix) : -len(suffix)]): each
+        for each in folder.glob(several.format("*"))
+        if each.name[len(prefix) : -len(suffix)].isdecimal()
+    }
+    ranks = range(max(found, default=0) + 1)
+    return tuple(convert(read_torch_file(found[r])) if r in found else None for r in ranks)
+
+
+def _whole_weights(found: OtherCheckpoint) -> dict[str, Any]:
+    weights = read_weights(found.path)
+    if weights is None:
+        _refuse(
+            found,
+            f"{found} without model.safetensors or pytorch_model.bin: of PEFT, FSDP or DeepSpeed",
+            "the weights of the whole model",
+        )
+    return weights
+
+
+# ---------------------------------------------------------------- the Trainer
+
+# transformers 5.23 trainer_callback.py TrainerState: what the adapter restores of it.
+_COUNTS = (
+    *("epoch", "global_step", "num_input_tokens_seen", "total_flos", "log_history"),
+    *("best_metric", "best_global_step", "best_model_checkpoint"),
+)
+
+
+def _trainer(found: OtherCheckpoint) -> Content:
+    """As of transformers 5.23 trainer.py ``Trainer._save_checkpoint``."""
+    folder, state = found.path, read_json(found.path / "trainer_state.json")
+    accumulation = read_attributes(folder / "training_args.bin").get("gradient_accumulation_steps")
+    step, each = int(state["global_step"]), int(accumulation or 1)
+    epoch, batch, num_batches = _position(step, float(state["epoch"] or 0), each)
+    names = {_OPTIMIZER: "optimizer.pt", _SCHEDULER: "scheduler.pt", _SCALER: "scaler.pt"}
+    callbacks = [name for name in state.get("stateful_callbacks", {}) if name != "TrainerControl"]
+    lacks = [f"state of {name}" for name in callbacks]
+    if accumulation is None:
+        lacks.append("gradient_accumulation_steps, taken to be 1")
+    return Content(
+        f"Trainer {folder.name}",
+        Position(step, epoch, batch),
+        {_MODEL: _whole_weights(found), **dict(_given(folder, names))},
+        rng=_rng_of_ranks(
+            folder,
+            "rng_state.pth",
+            "rng_state_{}.pth",
+            lambda it: _rng(it["python"], it["numpy"], it["cpu"], it.get("cuda", ())),
+        ),
+        num_ahead=1,  # accelerate 1.15 data_loader.py DataLoaderShard.__iter__
+        num_batches=num_batches,
+        batch_size=int(state.get("train_batch_size") or 0),
+        counts={name: state[name] for name in _COUNTS if name in state},
+        lacks=tuple(lacks),
+    )
+
+
+def _position(step: int, epoch: float, accumulation: int) -> tuple[int, int, int]:
+    """The epoch, the batch in it and the batches so far, from what the Trainer counts.
+
+    transformers 5.23 trainer.py _run_epoch: ``epoch`` has the part of the batches that was used.
+    """
+    done = math.floor(epoch + 1e-9)
+    part = epoch - done
+    if part < 1e-9:
+        return done, 0, step * accumulation
+    if done == 0:
+        return 0, step * accumulation, step * accumulation
+    for per_epoch in (math.floor(step / epoch), math.ceil(step / epoch)):
+        batch = (step - done * per_epoch) * accumulation
+        length = batch / part
+        if length > 0 and abs(length - round(length)) < 1e-6 * length:
+            length = round(length)
+            if -(-length // accumulation) == per_epoch:
+                return done, batch, done * length + batch
+    raise ValueError(f"step {step} is not in epoch {epoch} with {accumulation} batches a step")
+
+
+# ---------------------------------------------------------------- Accelerate
+
+
+def _accelerate(found: OtherCheckpoint) -> Content:
+    """As of accelerate 1.15 checkpointing.py ``save_accelerator_state``."""
+    folder = found.path
+    several = [each.name for each in folder.glob("*_1.*") if not each.name.startswith("random")]
+    if several:
+        _refuse(found, f"{found} of several objects ({several[0]})", "one model, one optimizer")
+    names = {_OPTIMIZER: "optimizer.bin", _SCHEDULER: "scheduler.bin", _SCALER: "scaler.pt"}
+    given = {_MODEL: _whole_weights(found), **dict(_given(folder, names))}
+    lacks = [each.name for each in sorted(folder.glob("custom_checkpoint_*.pkl"))]
+    return Content(
+        f"Accelerate {folder.name}",
+        Position(_steps_in(given.get(_OPTIMIZER))),
+        given,
+        rng=_rng_of_ranks(
+            folder,
+            "random_states.pkl",
+            "random_states_{}.pkl",
+            lambda it: _rng(
+                it["random_state"],
+                it["numpy_random_seed"],
+                it["torch_manual_seed"],
+                it.get("torch_cuda_manual_seed", ()),
+            ),
+        ),
+        num_ahead=1,  # data_loader.py DataLoaderShard.__iter__
+        lacks=tuple(f"registered object {name}, a pickle" for name in lacks),
+    )
+
+
+# ---------------------------------------------------------------- Lightning
+
+
+def _lightning(found: OtherCheckpoint) -> Content:
+    """As of lightning 2.6 trainer/connectors/checkpoint_connector.py ``dump_checkpoint``."""
+    saved = read_torch_file(found.path)
+    fit = saved["loops"]["fit_loop"]
+    batches, epochs = fit["epoch_loop.batch_progress"], fit["epoch_progress"]["current"]
+    epoch, batch = epochs["ready"] - 1, batches["current"]["processed"]
+    if batches["is_last_batch"] or epochs["processed"] == epochs["ready"]:
+        epoch, batch = epochs["ready"], 0
+    given = {_MODEL: saved["state_dict"]}
+    for key, name in ((_OPTIMIZER, "optimizer_states"), (_SCHEDULER, "lr_schedulers")):
+        states = saved.get(name) or []
+        if len(states) > 1:
+            _refuse(found, f"{found} with {len(states)} {name}", "one optimizer, one scheduler")
+        given.update(zip((key,), states, strict=False))
+    scaler = saved.get("MixedPrecision")
+    num_batches = batches["total"]["processed"]
+    return Content(
+        f"Lightning {found.path.name}",
+        Position(min(int(saved["global_step"]), num_batches), epoch, batch),
+        {**given, **({_SCALER: scaler} if scaler else {})},
+        num_batches=num_batches,
+        lacks=tuple(f"state of {name.partition('{')[0]}" for name in saved.get("callbacks") or {}),
+    )
+
+
+# ---------------------------------------------------------------- a file of a plain loop
+
+_MODEL_NAMES = ("model", "model_state_dict", "state_dict", "net", "network", "module")
+_STEP_NAMES = ("global_step", "step", "iteration", "iter", "it", "iter_num", "num_steps")
+
+
+def _torch(found: OtherCheckpoint) -> Content:
+    """A dict of ``state_dict``s under whatever names, or one of a model."""
+    saved = read_torch_file(found.path)
+    if not isinstance(saved, Mapping):
+        _refuse(found, f"{found} of a {type(saved).__name__}", "a dict of state_dicts")
+    parts: dict[str, dict[str, Any]] = {}
+    for name, value in {"model": saved}.items() if _slot_of(saved) else saved.items():
+        parts.setdefault(_slot_of(value) or "", {})[str(name)] = value
+    others = parts.pop("", {})
+    given = {slot: _only_one(found, slot, values) for slot, values in parts.items()}
+    if _MODEL not in given:
+        _refuse(found, f"{found} without a dict of tensors", "the state_dict of a model")
+    steps = [others[name] for name in _STEP_NAMES if type(others.get(name)) is int]
+    step = steps[0] if steps else _steps_in(given.get(_OPTIMIZER))
+    taken = [name for name in _STEP_NAMES if name in others][:1]
+    return Content(
+        f"torch.save file {found.path.name}",
+        Position(step),
+        given,
+        lacks=tuple(f"a place for {name!r}" for name in others if name not in (*taken, "epoch")),
+        named_epoch=others["epoch"] if type(others.get("epoch")) is int else None,
+    )
+
+
+def _slot_of(value: Any) -> str | None:
+    """What a value of a dict is the state of."""
+    if not isinstance(value, Mapping) or not value:
+        return None
+    if {"state", "param_groups"} <= value.keys():
+        return _OPTIMIZER
+    if {"scale", "growth_factor"} <= value.keys():
+        return _SCALER
+    if "last_epoch" in value:
+        return _SCHEDULER
+    is_model = all(isinstance(key, str) and hasattr(each, "dtype") for key, each in value.items())
+    return _MODEL if is_model else None
+
+
+def _only_one(found: OtherCheckpoint, slot: str, values: Mapping[str, Any]) -> Any:
+    if len(values) == 1:
+        return next(iter(values.values()))
+    named = [values[name] for name in _MODEL_NAMES if name in values] if slot == _MODEL else []
+    if len(named) != 1:
+        _refuse(found, f"{found} with several for {slot}: {', '.join(values)}", "one")
+    return named[0]
+
+
+def _steps_in(optimizer: Any) -> int | None:
+    """The steps that an optimizer has counted."""
+    states = optimizer.get("state", {}).values() if isinstance(optimizer, Mapping) else ()
+    counts = [int(each["step"]) for each in states if isinstance(each, dict) and "step" in each]
+    return max(counts, default=None)
+
+
+_READERS: Mapping[Kind, Callable[[OtherCheckpoint], Content]] = {
+    Kind.TRAINER: _trainer,
+    Kind.ACCELERATE: _accelerate,
+    Kind.LIGHTNING: _lightning,
+    Kind.TORCH: _torch,
+}
