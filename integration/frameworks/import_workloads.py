@@ -17,6 +17,8 @@ from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import (
@@ -194,6 +196,29 @@ def in_plain_pytorch(directory: str, *, how: str, source: str = "") -> None:
             }
             torch.save(state, Path(directory) / f"epoch-{epoch}.pt")
     records.write()
+
+
+def in_shards(directory: str, *, source: str) -> None:
+    """Imports the file of a plain loop into a model in shards; leaves what it has then."""
+    model = classifier(0.0)
+    for layer in (model[0], model[4]):
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    given: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    scheduler = CosineAnnealingLR(optimizer, EPOCHS * PER_EPOCH)
+    checkpointer = Checkpointer(source, **given, lr_scheduler=scheduler, save_every=None)
+    checkpointer.resume()
+    weights = {name: _whole(each) for name, each in model.state_dict().items()}
+    states = [optimizer.state[each] for each in model.parameters()]
+    moments = [{name: _whole(each) for name, each in state.items()} for state in states]
+    if torch.distributed.get_rank() == 0:
+        torch.save([weights, moments], Path(directory) / "state.pt")
+    checkpointer.close()
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 # ---------------------------------------------------------------- Lightning

@@ -24,6 +24,7 @@ from import_workloads import (
     in_accelerate,
     in_lightning,
     in_plain_pytorch,
+    in_shards,
     in_trainer,
 )
 
@@ -150,6 +151,20 @@ def test_a_plain_loop_continues_at_the_epoch_that_it_is_given(
     assert is_same(found, whole)
     assert import_command(source, run, "--epoch", "1") == 2
     assert "expected a run directory without checkpoints" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_a_model_in_shards_takes_over_whole_tensors(kit: Kit, tmp_path: Path) -> None:
+    source, run = launch(kit, in_plain_pytorch, how="stock") / "epoch-0.pt", tmp_path / "run"
+    assert import_command(source, run, "--epoch", "1") == 0
+    directory = launch(kit, in_shards, ranks=2, source=str(run))
+    weights, moments = torch.load(directory / "state.pt", weights_only=True)
+    saved = torch.load(source, weights_only=True)
+    expected = saved["model_state_dict"]
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], each) for name, each in expected.items())
+    for index, values in saved["optimizer_state_dict"]["state"].items():
+        assert all(torch.equal(moments[index][name], each) for name, each in values.items())
 
 
 # ---------------------------------------------------------------- Lightning

@@ -37,6 +37,6 @@ def import_run(
     from resumekit.log import show_messages
 
     show_messages()
-    made, origin = import_checkpoint(path, directory, asked=Position(step, epoch, batch))
+    made, origin = import_checkpoint(path.absolute(), directory, asked=Position(step, epoch, batch))
     lacks = f"; it has no {', '.join(origin.lacks)}" if origin.lacks else ""
     print_line(f"{made}  imported from {origin.source}{lacks}")

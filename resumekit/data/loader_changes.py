@@ -224,6 +224,17 @@ def refuse_kind(state: Mapping[str, Any], kind: str, *, where: str) -> NoReturn:
     )
 
 
+def require_same_ranks(state: Mapping[str, Any], *, where: str) -> None:
+    """Raises DataPositionError where another program has counted a position on other ranks."""
+    if RANKS in state:
+        raise DataPositionError(
+            where,
+            found=f"{state[RANKS][1]} ranks inside epoch {state['epoch']}",
+            expected=f"{state[RANKS][0]} until it is over, as in the checkpoint that was imported",
+            remedy="Restore the former settings until the epoch is over",
+        )
+
+
 def _described(state: Mapping[str, Any]) -> str:
     kind = _KINDS.get(state["kind"], f"a {state['kind']} loader")
     inside = state.get("inner", {}).get("kind")

@@ -292,10 +292,11 @@ class MapSource(Source):
         name = self._order_name()
         if name["kind"] in (DRAWN, UNKNOWN):
             self._unknown = DRAWN_HERE
-        shared = {key: state[key] for key in SHARED if key in state}
-        counted = counted_position(state, self._batching, name)
-        workers = {"num_workers": self.traits.num_workers}
-        return {**self._state(), **shared, **_NO_EPOCH, **counted, **workers}
+        found = {**self._state(), **_NO_EPOCH, "num_workers": self.traits.num_workers}
+        found |= {key: state[key] for key in SHARED if key in state}
+        if "batch_size" in state["geometry"]:
+            found["geometry"]["batch_size"] = state["geometry"]["batch_size"]
+        return {**found, **counted_position(state, self._batching, name)}
 
     def _epoch_start(self, pending: Mapping[str, Any]) -> dict[str, Any]:
         """What the loader's own sampler is to draw the current epoch from, see ``Seek``."""

@@ -442,8 +442,9 @@ def counted_position(
         name: of the order that its sampler gives in the epoch.
     """
     used = {"since": 0, "replica": batching.replica, "num_replicas": batching.num_replicas}
+    size = state["geometry"].get("batch_size")
     return {
-        "samples": state["batch"] * batching.batch_size * batching.num_replicas,
+        "samples": state["batch"] * (size or batching.batch_size) * batching.num_replicas,
         "generators": {},  # they stay where the order is drawn from
         "order_name": name,
         "used": {**used, "in_a_row": batching.in_a_row, "digest": None},

@@ -18,6 +18,7 @@ from resumekit.data.loader_changes import (
     FittedPosition,
     fit_at_epoch_start,
     refuse_kind,
+    require_same_ranks,
     unused_seeds,
 )
 from resumekit.data.loader_traits import (
@@ -254,6 +255,7 @@ class Source(ABC):
         self._length_in = -1
         within = state["batch"] > 0
         if within and state["kind"] == COUNTED:
+            require_same_ranks(state, where=self.name)
             state = self._from_counted(state)
         elif within and state["kind"] != self.kind:
             state = self._from_other_kind(state)

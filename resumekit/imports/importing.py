@@ -67,7 +67,7 @@ def import_once(path: Path, store: Store) -> None:
     reader, _ = store.open_newest(names)
     origin = import_of(reader.manifest)
     # Its files may be gone by now; only their name is compared.
-    if origin is None or origin.source.rpartition(" ")[2] != path.name:
+    if origin is None or not origin.source.endswith(f" {path.name}"):
         began = "from no import" if origin is None else f"from {origin.source}"
         raise _is_in_use(f"import_from={str(path)!r}", store, f"{names[0]}, which began {began}")
 
@@ -126,7 +126,7 @@ def _states(content: Content) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         "samples": content.num_batches * content.batch_size * num_ranks,
         "tokens": int(content.counts.get("num_input_tokens_seen") or 0),
     }
-    progress = {
+    progress: dict[str, Any] = {
         "progress": counts,
         "horizon": {},
         "finished": None,
@@ -141,15 +141,18 @@ def _states(content: Content) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         if epoch or batch:
             # What was drawn for a batch that was fetched ahead, is not known.
             ahead = [random] * content.num_ahead if has_rng and batch else []
-            states[Slot.DATA.value] = {"train": _counted(epoch, batch, ahead)}
+            states[Slot.DATA.value] = {"train": _counted(epoch, batch, ahead, content.batch_size)}
         if content.counts:
             states[_TRAINER_STATE] = dict(content.counts)
         per_rank.append(states)
+    if not has_rng:  # then the ranks do not differ, and their number may not be known
+        return {**shared, **per_rank[0]}, [{} for _ in per_rank]
     return shared, per_rank
 
 
-def _counted(epoch: int, batch: int, ahead: list[Any]) -> dict[str, Any]:
-    """A position in a loader that nothing is known of."""
+def _counted(epoch: int, batch: int, ahead: list[Any], batch_size: int) -> dict[str, Any]:
+    """A position in a loader of which nothing else is known."""
+    size = {"batch_size": batch_size} if batch_size else {}
     return {
         "kind": "counted",
         "epoch": epoch,
@@ -157,7 +160,7 @@ def _counted(epoch: int, batch: int, ahead: list[Any]) -> dict[str, Any]:
         "endless": False,
         "rebuilt": None,
         "made_anew": [],
-        "geometry": {"num_batches": None, "generators": []},
+        "geometry": {"num_batches": None, "generators": [], **size},
         "generators": {},
         "ahead": ahead,
     }

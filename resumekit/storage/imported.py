@@ -32,10 +32,11 @@ def import_of(manifest: Manifest) -> ImportOrigin | None:
     row = manifest.details.get(_IMPORTED)
     if not isinstance(row, Mapping) or set(row) != set(ImportOrigin.__dataclass_fields__):
         return None
-    source, *words = row["source"], *row["lacks"], *row["as_given"]
-    if not all(isinstance(each, str) for each in (source, *words)):
+    source, lists = row["source"], [row["lacks"], row["as_given"]]
+    if not isinstance(source, str) or not all(isinstance(each, list | tuple) for each in lists):
         return None
-    return ImportOrigin(source, tuple(row["lacks"]), tuple(row["as_given"]))
+    lacks, as_given = (tuple(map(str, each)) for each in lists)
+    return ImportOrigin(source, lacks, as_given)
 
 
 def imported_details(origin: ImportOrigin) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,19 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from resumekit.adapters.torch import Checkpointer
 from resumekit.cli import main
-from resumekit.errors import ConfigurationError, DirectoryError, StateMismatchError
+from resumekit.data.position import DataPosition
+from resumekit.errors import (
+    ConfigurationError,
+    DataPositionError,
+    DirectoryError,
+    StateMismatchError,
+)
 from resumekit.imports.content import Position, _position, read_content
-from resumekit.imports.importing import import_checkpoint
+from resumekit.imports.importing import _counted, import_checkpoint
 from resumekit.imports.reading import read_attributes
 from resumekit.imports.recognition import Kind, recognise
 from resumekit.storage.imported import import_of
@@ -276,6 +283,72 @@ def test_a_run_begins_from_a_file_and_the_same_launch_continues_it(
     assert origin is not None
     assert (origin.source, origin.as_given) == ("torch.save file a.pt", ())
     assert any(line in change for each in newest.details["changes"] for change in each["changes"])
+
+
+def test_every_command_reads_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    assert command("import", stock(tmp_path / "a.pt"), run) == 0
+    step = run / "step-00000003"
+    assert command("inspect", step) == 0
+    assert "torch.save file a.pt" in capsys.readouterr().out
+    assert command("diff", step, step) == 0
+    assert command("export", step, tmp_path / "weights.safetensors") == 0
+    assert command("report", run, "--output", out) == 0
+    assert command("fork", step, tmp_path / "forked") == 0
+    whole = train(tmp_path / "forked")
+    assert all(map(torch.equal, train(run).parameters(), whole.parameters()))
+
+
+def counted(batch: int, **more: Any) -> dict[str, Any]:
+    """A position in the one loader, as it is written for a program that counts batches of two."""
+    found = _counted(1, batch, [], 2)
+    return {"train": {**found, **more}}
+
+
+def indices_after(position: DataPosition, loader: Any) -> list[int]:
+    source = position.open(loader, "train")
+    source.begin(1)
+    left = iter(source.next_batch, None)
+    found: list[int] = []
+    with suppress(StopIteration):
+        for batch in left:
+            found += batch.tolist()
+    return found
+
+
+def loader_of(batch_size: int) -> Any:
+    data: Any = torch.arange(12)
+    sampler = DistributedSampler(data, num_replicas=1, rank=0, seed=3)
+    return DataLoader(data, batch_size, sampler=sampler)
+
+
+@pytest.mark.parametrize(("batch_size", "allowed"), [(2, ()), (3, ("batch_size",))])
+def test_a_counted_position_continues_in_the_order_of_its_epoch(
+    batch_size: int, allowed: tuple[str, ...]
+) -> None:
+    whole = loader_of(2)
+    whole.sampler.set_epoch(1)
+    expected = [int(each) for batch in whole for each in batch]
+    position = DataPosition(allowed_changes=allowed)
+    position.load_state_dict(counted(3))
+    assert indices_after(position, loader_of(batch_size)) == expected[6:]
+    iterable: Any = [torch.tensor([number]) for number in range(5)]
+    position = DataPosition()
+    position.load_state_dict(counted(3))
+    assert indices_after(position, iterable) == [3, 4]  # what was used is replayed
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "more", "text"),
+    [(3, {}, "batch_size"), (2, {"ranks": [2, 1]}, "expected 2 until it is over")],
+)
+def test_a_counted_position_is_of_one_geometry(
+    batch_size: int, more: dict[str, Any], text: str
+) -> None:
+    position = DataPosition()
+    position.load_state_dict(counted(3, **more))
+    with pytest.raises(DataPositionError, match=text):
+        position.open(loader_of(batch_size), "train")
 
 
 def test_moments_and_weights_are_those_of_the_file(tmp_path: Path) -> None:

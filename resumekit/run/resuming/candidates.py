@@ -38,7 +38,7 @@ def open_store(directory: Path, world: World, options: Options, copies: Copies) 
         if options.import_from is not None and not copies.names():
             from resumekit.imports.importing import import_once  # loads safetensors
 
-            import_once(Path(options.import_from), store)
+            import_once(Path(options.import_from).absolute(), store)
         return store.run_id, store.attempt
 
     try:

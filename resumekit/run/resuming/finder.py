@@ -45,6 +45,7 @@ from resumekit.serialization.index import stem_of
 from resumekit.serialization.reading import StoredSource, read_payload, read_sharded
 from resumekit.serialization.subclasses import Builder
 from resumekit.state import (
+    Adopting,
     InPlace,
     Renamed,
     Renaming,
@@ -444,7 +445,12 @@ class Finder:
             live = components.get(key)
             in_stages = key in self.membership and self.membership.is_in_stages(live)
             found.states[key], found.left[key] = read_sharded_component(
-                reader, sharded[key], live, in_stages=in_stages, renames=renames
+                reader,
+                sharded[key],
+                live,
+                in_stages=in_stages,
+                renames=renames,
+                as_given=key in found.as_given,
             )
         for (directory, writer), numbers in wanted.items():
             states = read_payload(reader, directory, writer, list(numbers), found.deferral)
@@ -527,6 +533,21 @@ def built(component: StateComponent, state: Any) -> Any:
     return Builder(component.key, component.stateful.state_dict).build(state)
 
 
+def adopted(component: StateComponent, given: Any) -> Any:
+    """The state of a component that another program has saved.
+
+    Raises:
+        StateMismatchError: it is not one of such an object.
+    """
+    if not isinstance(component.stateful, Adopting):
+        raise StateMismatchError(
+            component.key,
+            found="a state as torch's own classes give it, of the checkpoint that was imported",
+            expected=f"one of a {type(component.stateful).__name__}",
+        )
+    return component.stateful.adopted(given)
+
+
 def read_sharded_component(
     reader: StepReader,
     record: ComponentRecord,
@@ -534,6 +555,7 @@ def read_sharded_component(
     *,
     in_stages: bool,
     renames: Renames | None = None,
+    as_given: bool = False,
 ) -> tuple[Any, frozenset[str]]:
     """The state of a component, with this rank's shard of what is sharded here.
 
@@ -543,6 +565,7 @@ def read_sharded_component(
         live: the component here, if it is known yet.
         in_stages: whether each group of ranks holds some entries of it here.
         renames: of this checkpoint; a new one by default.
+        as_given: another program has saved the state.
 
     Returns:
         The state, and the names of the tensors that this rank's stage does not hold.
@@ -556,10 +579,11 @@ def read_sharded_component(
         return read_sharded(source, lambda state: (), merge=partial(merge_states, None, record.key))
     renames = renames or Renames({})
     renames.renamed.add(record.key)
+    adopt = partial(adopted, live) if as_given else lambda state: state
     return read_sharded(
         source,
         lambda state: pairs_of(live.state, state),
         lambda state: check_state(live, built(live, state)),
-        merge=lambda states: renames.of(live, merge_states(live.state, record.key, states)),
+        merge=lambda states: renames.of(live, adopt(merge_states(live.state, record.key, states))),
         part_of=partial(part_of, live.state) if in_stages else None,
     )

@@ -31,11 +31,10 @@ from resumekit.run.resuming.compatibility import (
     of_other_frameworks,
     regrouped_buffers,
 )
-from resumekit.run.resuming.finder import Finder, Found, built, models_first
+from resumekit.run.resuming.finder import Finder, Found, adopted, built, models_first
 from resumekit.run.resuming.state_origins import StateOrigins
 from resumekit.serialization.digests import state_digest
 from resumekit.state import (
-    Adopting,
     AfterResume,
     AfterRng,
     ComponentState,
@@ -222,11 +221,11 @@ class Loading:
         """
         found = self.found
         components = {each.key: each for each in self.components}
-        for key in found.as_given:
-            state = components[key].stateful if key in components else None
-            if key in found.states and isinstance(state, Adopting):
-                found.states[key] = state.adopted(found.states[key])
-                if not isinstance(state, ModelState):
+        for key in components.keys() & found.states.keys() & {*found.as_given}:
+            if key not in found.renames.renamed:
+                component = components[key]
+                found.states[key] = adopted(component, found.states[key])
+                if not isinstance(component.stateful, ModelState):
                     found.renames.renamed.add(key)  # it has live names
         for key in models_first(components.keys() - found.renames.renamed):
             component = components[key]
@@ -246,7 +245,8 @@ class Loading:
         """
         self._require_taken()
         then, now = self.found.manifest.world_size, self.world.world_size
-        notes = [] if then == now else [f"number of ranks was {then}, now {now}"]
+        is_known = not self.found.as_given or Slot.RNG.value in self.found.as_given
+        notes = [f"number of ranks was {then}, now {now}"] if is_known and then != now else []
         if any(self.world.gather(bool(self.found.former))):
             notes += [note for every in self.world.everywhere(self._resplit) for note in every]
         return tuple(dict.fromkeys(notes))
