@@ -80,7 +80,7 @@ def test_the_checkpoints_of_deepspeed_are_refused_and_left_alone(kit: Kit) -> No
     before = content(training(run))
     assert "latest" in before
     run, logs = launched(kit, replace(run, cell=Cell(train, OPTIONS, 2)))
-    assert_refused(logs, "DirectoryError", "no run, but the checkpoints of something else")
+    assert_refused(logs, "DirectoryError", "a checkpoint of DeepSpeed, not a run")
     assert content(training(run)) == before
 
 

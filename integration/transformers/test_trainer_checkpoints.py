@@ -103,10 +103,14 @@ def test_a_step_of_the_run_is_resumed_by_its_path(
 @pytest.mark.parametrize(
     ("holds", "path", "remedy"),
     [
-        (False, "output/checkpoint-5", "a checkpoint of the Trainer, .* begin a new one from its"),
+        (
+            False,
+            "output/checkpoint-5",
+            "the Trainer at step 5, .* begin a new one from its",
+        ),
         (
             *(True, "output/checkpoint-5"),
-            r"a checkpoint of the Trainer, and .*step-.* Call trainer\.train\(\) alone",
+            r"a checkpoint of the Trainer at step 5, and .*step-.* Call trainer\.train\(\) alone",
         ),
         (True, "checkpoint-5", r"no such file or directory, and .* Call trainer\.train\(\) alone"),
         (True, "run/step-00000099", "no such checkpoint"),

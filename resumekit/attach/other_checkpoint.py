@@ -54,7 +54,7 @@ def refuse_checkpoint(
     elif step_names(run):
         found = f"of another run, in {run}"
         remedy = f"Pass that directory to ResumeCallback: {str(run)!r}"
-    elif not steps and other is not None:
+    elif not steps and other is not None and other.can_be_imported:
         remedy = (
             f"Pass import_from={str(path)!r} to ResumeCallback to continue that run, or begin a "
             f"new one from its weights alone: {weights}"
@@ -95,7 +95,8 @@ def replace_checkpoint(
     if step is None or step > _last_begun_step(directory, ours):
         found = f"at step {step}" if step is not None else "at an unknown step"
         other = None if names else recognise(Path(path))
-        takes_over = "" if other is None else f", or take it over: {other.command(directory)}"
+        is_known = other is not None and other.can_be_imported
+        takes_over = f", or take it over: {other.command(directory)}" if is_known else ""
         raise ConfigurationError(
             f"{argument}={str(path)!r}",
             found=f"{found}, and {directory} is {f'at step {ours}' if names else 'empty: step 0'}",

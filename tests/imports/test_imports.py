@@ -160,10 +160,16 @@ def test_the_import_that_an_error_names_can_be_made(
     assert command("list", tmp_path / "run") == 0
 
 
-def test_a_run_does_not_start_in_a_checkpoint_of_another_program(tmp_path: Path) -> None:
-    path = foreign(tmp_path, Kind.TRAINER)
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [(Kind.TRAINER, "import it first: resumekit import"), (Kind.DEEPSPEED, "Give the run a")],
+)
+def test_a_run_does_not_start_in_a_checkpoint_of_another_program(
+    tmp_path: Path, kind: Kind, remedy: str
+) -> None:
+    path = foreign(tmp_path, kind)
     before = sorted(path.iterdir())
-    with pytest.raises(DirectoryError, match="import it first: resumekit import"):
+    with pytest.raises(DirectoryError, match=f"{kind.value}.*, not a run.*{remedy}"):
         train(path)
     assert sorted(path.iterdir()) == before
 
@@ -318,7 +324,7 @@ def indices_after(position: DataPosition, loader: Any) -> list[int]:
 
 def loader_of(batch_size: int) -> Any:
     data: Any = torch.arange(12)
-    sampler = DistributedSampler(data, num_replicas=1, rank=0, seed=3)
+    sampler: Any = DistributedSampler(data, num_replicas=1, rank=0, seed=3)
     return DataLoader(data, batch_size, sampler=sampler)
 
 
@@ -378,7 +384,11 @@ def test_a_directory_with_checkpoints_is_not_imported_into(tmp_path: Path) -> No
         assert caught.value.remedy == remedy
     assert [str(name) for name in Store(run).step_names()] == ["step-00000002"]
     train(run)
-    train(tmp_path / "other", import_from=file)
+    other = tmp_path / "other"
+    train(other, 4, import_from=file)
+    with pytest.raises(ConfigurationError, match=r"which began from torch\.save file a\.pt"):
+        train(other, import_from=stock(tmp_path / "b.pt"))
+    train(other, import_from=file)
 
 
 def test_an_optimizer_with_other_groups_is_refused_before_anything_changes(tmp_path: Path) -> None:

@@ -579,11 +579,15 @@ def read_sharded_component(
         return read_sharded(source, lambda state: (), merge=partial(merge_states, None, record.key))
     renames = renames or Renames({})
     renames.renamed.add(record.key)
-    adopt = partial(adopted, live) if as_given else lambda state: state
+
+    def merge(states: Sequence[Any]) -> Any:
+        state = merge_states(live.state, record.key, states)
+        return renames.of(live, adopted(live, state) if as_given else state)
+
     return read_sharded(
         source,
         lambda state: pairs_of(live.state, state),
         lambda state: check_state(live, built(live, state)),
-        merge=lambda states: renames.of(live, adopt(merge_states(live.state, record.key, states))),
+        merge=merge,
         part_of=partial(part_of, live.state) if in_stages else None,
     )
