@@ -201,8 +201,9 @@ def in_plain_pytorch(directory: str, *, how: str, source: str = "") -> None:
 def in_shards(directory: str, *, source: str) -> None:
     """Imports the file of a plain loop into a model in shards; leaves what it has then."""
     model = classifier(0.0)
-    for layer in (model[0], model[4]):
-        fully_shard(layer)
+    for layer in model.children():
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     given: dict[str, Any] = {"model": model, "optimizer": optimizer}

@@ -43,6 +43,13 @@ def launch(kit: Kit, train: Callable[..., None], *, ranks: int = 1, **given: Any
     return run.directory / "training"
 
 
+def stock(kit: Kit, train: Callable[..., None], *, ranks: int = 1, **given: Any) -> Path:
+    """The directory of an uninterrupted run without resumekit, made once."""
+    return (
+        kit.run_uninterrupted(Cell(train, {"how": "stock", **given}, ranks)).directory / "training"
+    )
+
+
 def records(directory: Path, rank: int = 0) -> Records:
     found: Records = torch.load(directory / RECORDS.format(rank), weights_only=True)
     return found
@@ -76,9 +83,9 @@ def import_command(*words: str | Path) -> int:
 @pytest.mark.quick("14-1")
 def test_a_trainer_continues_as_by_its_own_resume(kit: Kit, step: int, accumulate: int) -> None:
     given = {"accumulate": accumulate}
-    stock = launch(kit, in_trainer, how="stock", **given)
-    source = str(stock / "output" / f"checkpoint-{step}")
-    whole = records(stock)
+    theirs = stock(kit, in_trainer, **given)
+    source = str(theirs / "output" / f"checkpoint-{step}")
+    whole = records(theirs)
     resumed = records(launch(kit, in_trainer, how="own", source=source, **given))
     ours = launch(kit, in_trainer, how="resumekit", source=source, **given)
     found = records(ours)
@@ -91,20 +98,20 @@ def test_a_trainer_continues_as_by_its_own_resume(kit: Kit, step: int, accumulat
 
 
 def test_two_ranks_of_a_trainer_continue(kit: Kit) -> None:
-    stock = launch(kit, in_trainer, ranks=2, how="stock")
-    source = str(stock / "output" / "checkpoint-7")
+    theirs = stock(kit, in_trainer, ranks=2)
+    source = str(theirs / "output" / "checkpoint-7")
     ours = launch(kit, in_trainer, ranks=2, how="resumekit", source=source)
     for rank in range(2):
         found = records(ours, rank)
         assert len(found["weights"]) == 8
-        assert is_same(found, records(stock, rank))
+        assert is_same(found, records(theirs, rank))
 
 
 @pytest.mark.full
 def test_only_the_batch_that_was_fetched_ahead_has_other_random_numbers(kit: Kit) -> None:
-    stock = launch(kit, in_trainer, how="stock", augment=True)
-    source = str(stock / "output" / "checkpoint-14")
-    whole = records(stock)["samples"][14:]
+    theirs = stock(kit, in_trainer, augment=True)
+    source = str(theirs / "output" / "checkpoint-14")
+    whole = records(theirs)["samples"][14:]
     found = records(launch(kit, in_trainer, how="resumekit", source=source, augment=True))
     resumed = records(launch(kit, in_trainer, how="own", source=source, augment=True))
     same = [torch.equal(*pair) for pair in zip(found["samples"], whole, strict=True)]
@@ -114,21 +121,21 @@ def test_only_the_batch_that_was_fetched_ahead_has_other_random_numbers(kit: Kit
 
 
 def test_a_position_or_a_random_state_that_is_missing_is_seen(kit: Kit, tmp_path: Path) -> None:
-    stock = launch(kit, in_trainer, how="stock")
+    theirs = stock(kit, in_trainer, accumulate=1)
     source = tmp_path / "checkpoint-14"
-    shutil.copytree(stock / "output" / "checkpoint-14", source)
+    shutil.copytree(theirs / "output" / "checkpoint-14", source)
     (source / "rng_state.pth").unlink()
     ours = launch(kit, in_trainer, how="resumekit", source=str(source))
     assert "imported from Trainer checkpoint-14: no RNG state; started afresh" in log_of(ours)
-    assert is_same(records(ours), records(stock), names=("samples",))
-    assert not is_same(records(ours), records(stock), names=("losses",))
+    assert is_same(records(ours), records(theirs), names=("samples",))
+    assert not is_same(records(ours), records(theirs), names=("losses",))
 
-    shutil.copy(stock / "output" / "checkpoint-14" / "rng_state.pth", source)
+    shutil.copy(theirs / "output" / "checkpoint-14" / "rng_state.pth", source)
     state = json.loads((source / "trainer_state.json").read_text())
     state["epoch"] = 1.0  # as if all of its batches were to come
     (source / "trainer_state.json").write_text(json.dumps(state))
     moved = records(launch(kit, in_trainer, how="resumekit", source=str(source)))
-    assert not is_same(moved, records(stock), names=("samples",))
+    assert not is_same(moved, records(theirs), names=("samples",))
 
 
 # ---------------------------------------------------------------- a plain loop
@@ -137,13 +144,13 @@ def test_a_position_or_a_random_state_that_is_missing_is_seen(kit: Kit, tmp_path
 def test_a_plain_loop_continues_at_the_epoch_that_it_is_given(
     kit: Kit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stock = launch(kit, in_plain_pytorch, how="stock")
-    source, run = stock / "epoch-0.pt", tmp_path / "run"
+    theirs = stock(kit, in_plain_pytorch)
+    source, run = theirs / "epoch-0.pt", tmp_path / "run"
     assert import_command(source, run) == 2
     assert "--epoch 0 or --epoch 1" in capsys.readouterr().err
     assert import_command(source, run, "--epoch", "1") == 0
     assert "no RNG state, a place for 'best_accuracy'" in capsys.readouterr().out
-    whole = records(stock)
+    whole = records(theirs)
     assert is_same(records(launch(kit, in_plain_pytorch, how="own", source=str(source))), whole)
     ours = launch(kit, in_plain_pytorch, how="resumekit", source=str(run))
     found = records(ours)
@@ -155,7 +162,7 @@ def test_a_plain_loop_continues_at_the_epoch_that_it_is_given(
 
 @pytest.mark.full
 def test_a_model_in_shards_takes_over_whole_tensors(kit: Kit, tmp_path: Path) -> None:
-    source, run = launch(kit, in_plain_pytorch, how="stock") / "epoch-0.pt", tmp_path / "run"
+    source, run = stock(kit, in_plain_pytorch) / "epoch-0.pt", tmp_path / "run"
     assert import_command(source, run, "--epoch", "1") == 0
     directory = launch(kit, in_shards, ranks=2, source=str(run))
     weights, moments = torch.load(directory / "state.pt", weights_only=True)
@@ -173,9 +180,9 @@ def test_a_model_in_shards_takes_over_whole_tensors(kit: Kit, tmp_path: Path) ->
 @pytest.mark.parametrize("step", [14, 20])
 @pytest.mark.quick("14")
 def test_lightning_continues_where_its_own_resume_repeats_samples(kit: Kit, step: int) -> None:
-    stock = launch(kit, in_lightning, how="stock")
-    source = str(stock / f"step={step}.ckpt")
-    whole = records(stock)
+    theirs = stock(kit, in_lightning)
+    source = str(theirs / f"step={step}.ckpt")
+    whole = records(theirs)
     resumed = records(launch(kit, in_lightning, how="own", source=source))
     ours = launch(kit, in_lightning, how="resumekit", source=source)
     found = records(ours)
@@ -191,8 +198,8 @@ def test_lightning_continues_where_its_own_resume_repeats_samples(kit: Kit, step
 def test_accelerate_continues_with_the_dropout_that_its_own_resume_loses(
     kit: Kit, tmp_path: Path
 ) -> None:
-    stock = launch(kit, in_accelerate, how="stock")
-    source, run, whole = stock / "state", tmp_path / "run", records(stock)
+    theirs = stock(kit, in_accelerate)
+    source, run, whole = theirs / "state", tmp_path / "run", records(theirs)
     resumed = records(launch(kit, in_accelerate, how="own", source=str(source)))
     assert is_same(resumed, whole, names=("samples",))
     assert not is_same(resumed, whole, names=("losses",))

@@ -95,8 +95,9 @@ def replace_checkpoint(
     if step is None or step > _last_begun_step(directory, ours):
         found = f"at step {step}" if step is not None else "at an unknown step"
         other = None if names else recognise(Path(path))
-        is_known = other is not None and other.can_be_imported
-        takes_over = f", or take it over: {other.command(directory)}" if is_known else ""
+        takes_over = ""
+        if other is not None and other.can_be_imported:
+            takes_over = f", or take it over: {other.command(directory)}"
         raise ConfigurationError(
             f"{argument}={str(path)!r}",
             found=f"{found}, and {directory} is {f'at step {ours}' if names else 'empty: step 0'}",
