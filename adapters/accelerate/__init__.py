@@ -102,6 +102,7 @@ class Checkpointer(_Checkpointer):
             make_loop=partial(PreparedLoop, accelerator=accelerator),
             **options,
         )
+        self._run.trackers.holders = lambda: accelerator.trackers
         wrapped = ENGINE.of(accelerator)
         # accelerate 1.15 utils/deepspeed.py: the engine steps inside of accelerator.backward().
         engine = None if wrapped is None else wrapped.engine

@@ -189,6 +189,7 @@ class ResumeCallback(Callback):
             private.DATALOADER.write(source, partial(self._loops.request_validation, ask))
             limits = {unit: limit for unit, (limit, _) in limits_of(trainer).items() if limit > 0}
             self._loop = self._checkpointer.drive(one_at_a_time=True, **limits)
+            self._loop.set_log_holders(lambda: [*trainer.loggers, *trainer.callbacks])
             if not limits:
                 self._loop.accept_horizon()
             prepare(trainer, components, self._loop.progress.epoch, self._loop.saved)

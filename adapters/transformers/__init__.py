@@ -198,6 +198,7 @@ class ResumeCallback(TrainerCallback):
         checkpointer = self._make_checkpointer(counts.max_steps)
         self._checkpointer = self._open.enter_context(checkpointer)
         self._loop = loop = self._checkpointer.drive(checked=known_components(self._trainer))
+        loop.set_log_holders(lambda: self._trainer.callback_handler.callbacks)
         self._best = BestModel(self._trainer, loop)
         if self._saves_each_epoch:
             loop.set_cadence_text("at the end of each epoch")

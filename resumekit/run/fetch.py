@@ -9,7 +9,7 @@ an epoch early (``prime``). Other fetches call nothing here. The first ``begin``
    script; hooks of a framework, of each start and, where they come before this, of the epoch.
 2. The loader takes its position, and the RNG state is set: inside an epoch in this order; where an
    epoch starts the RNG state and 3 come first, because the loader draws from it.
-3. States that are ``AfterRng`` are set, and the run is ``Running``.
+3. States that are ``AfterRng`` are set, the trackers continue, and the run is ``Running``.
 4. ``Batches`` gives the loop's variables back, then fetches the batch.
 
 In a loop over ``epochs()``, where the checkpoint was made between two epochs, ``Loop.open_epoch``
@@ -27,6 +27,7 @@ from resumekit.data.position import Feed
 from resumekit.run.garbage_collector import collector_paused
 from resumekit.run.run import Loaded, RunState
 from resumekit.state import AfterRng, states_of
+from resumekit.trackers import TRACKERS
 
 
 @collector_paused()
@@ -95,6 +96,8 @@ def restore_random(run: RunState) -> None:
                 component.stateful.after_rng_restore()
     if isinstance(run.phase, Loaded):
         run.phase = running = run.phase.running
+        marks = () if running.parent is None else running.parent.details.get(TRACKERS, ())
+        run.trackers.begin(run.run_id, marks)
         if running.parent is not None:
             run.trace_state("resumed", running.parent)
 

@@ -369,6 +369,10 @@ class FrameworkLoop:
         """Asks for more lines whenever a capture report is made."""
         self._loop.run.reporter.add_finding(finding)
 
+    def set_log_holders(self, holders: Callable[[], Iterable[Any]]) -> None:
+        """Sets what the framework logs with, see ``Trackers.holders``."""
+        self._loop.run.trackers.holders = holders
+
     def set_cadence_text(self, text: str) -> None:
         """Sets when the framework makes saves, in the words of the first message."""
         self._loop.run.reporter.cadence = text

@@ -65,6 +65,7 @@ class OptionKeywords(TypedDict, total=False):
     places: Sequence[GivenPlace]
     mirror: GivenPlace | None
     mirror_flush: str
+    trackers: Literal["continue", "off"]
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,8 @@ class Options:
         mirror: one of them, e.g. ``"s3://bucket/run"``.
         mirror_flush: how long the end of a launch waits at most for its newest checkpoint to be
             copied to all places, e.g. ``"60s"``.
+        trackers: ``"continue"`` lets TensorBoard and other trackers show one run after a resume,
+            with each row once; ``"off"`` leaves them as they are. See docs/trackers.md.
     """
 
     save_every: int | str | None = "auto"
@@ -178,6 +181,7 @@ class Options:
     places: Sequence[GivenPlace] = ()
     mirror: GivenPlace | None = None
     mirror_flush: str = "60s"
+    trackers: Literal["continue", "off"] = "continue"
 
     @property
     def saves_gradients(self) -> bool:

@@ -43,6 +43,7 @@ from resumekit.state import StateComponent, Validation
 from resumekit.storage.directories import StepName
 from resumekit.storage.manifest import Manifest
 from resumekit.storage.store import Store
+from resumekit.trackers import Trackers
 
 initialize_vector_math()  # as the script imports an adapter, before it computes anything
 
@@ -168,6 +169,8 @@ class RunState:
         self.data_parallel_group = data_parallel_group
         owned.set_given(() if callable(components) else components)
         self.reporter = Reporter(options, self.world, owned)
+        follows = options.trackers == "continue" and replay is None and self.world.is_first
+        self.trackers = Trackers(self.reporter.warn, is_on=follows)
         self.trace = Trace.from_environment(self.world.rank)
         self.is_driven = False  # a framework runs the loop
         self.checked: Sequence[StateComponent] = ()  # see `Checkpointer.drive`

@@ -40,6 +40,7 @@ from resumekit.storage.files import FileEntry
 from resumekit.storage.io.pipeline import num_threads
 from resumekit.storage.manifest import ComponentRecord, Manifest
 from resumekit.storage.store import Store
+from resumekit.trackers import TRACKERS
 
 # In a manifest's details: the journal's verdict on the steps that the attempt has repeated.
 JOURNAL = "journal"
@@ -220,6 +221,7 @@ def _draft(run: RunState) -> Manifest:
         **run.reporter.details(),
         **described(data_ranks),
         **({JOURNAL: verdict} if verdict else {}),
+        **({TRACKERS: marks} if (marks := run.trackers.marks()) else {}),
         **run.in_flight.details(),
     }
     records = (_record(each, capture, agreed.membership) for each in run.components)

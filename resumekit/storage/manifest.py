@@ -408,7 +408,8 @@ def _check_whole(manifest: Manifest, where: str) -> None:
 LINEAGE = "lineage"
 _ONLY_WEIGHTS = "only_weights"
 PRUNED = "pruned"
-_OF_THE_ATTEMPT = ("journal", "resume_from")  # details that say nothing of another run
+# Details that say nothing of another run.
+_OF_THE_ATTEMPT = ("journal", "resume_from", "trackers")
 
 
 @dataclass(frozen=True)

@@ -52,10 +52,11 @@ LAYERS: dict[str, set[str]] = {
     "data": {"errors", "log", "progress_display", "state", "distributed", "capture"},
     "record": {"errors", "log", "state", "serialization", "capture", "version"},
     "imports": {"errors", "state", "storage", "serialization", "capture"},
+    "trackers": set(),
     "run": {
         *("errors", "log", "state", "distributed", "live"),
         *("storage", "serialization", "capture", "data", "record", "progress_display"),
-        *("replay_plan", "cadence", "places", "imports"),
+        *("replay_plan", "cadence", "places", "imports", "trackers"),
     },
     "checkpointer": {"errors", "log", "state", "run"},
     "resumekit": {"version", "errors", "state", "record", "run", "checkpointer", "places"},
@@ -137,6 +138,7 @@ THIRD_PARTY: tuple[tuple[str, frozenset[str]], ...] = (
     ("resumekit/launcher/", frozenset()),
     ("resumekit/live/", frozenset()),
     ("resumekit/storage/", frozenset({"xxhash"})),
+    ("resumekit/trackers/", frozenset()),  # found in sys.modules
     ("resumekit/places/", frozenset({"fsspec"})),  # loaded when a URL is opened
     ("resumekit/progress_display.py", TERMINAL),  # loaded when a bar is drawn
     ("resumekit/cli", NUMERICS | TERMINAL),
@@ -275,7 +277,8 @@ BUDGET: dict[str, int] = {
     # 10: the processes that have a Checkpointer; 35: paths that scripts pass to their framework
     "attach": 410,
     # 160: the types of saved loop states; 15: ckpt_path; 15: the entry points of Lightning
-    "adapters": 2_765,  # 30: what an export has to know of a framework's objects
+    "adapters": 2_770,  # 30: what an export has to know of a framework's objects; 5: trackers
+    "trackers": 250,
     "recorder": 575,  # 5: tensors made of others
     "prove": 2_230,  # has the likely causes, for the terminal and the page
     "supervisor": 330,  # 40: the end of a command whose supervisor was killed
