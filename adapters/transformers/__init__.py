@@ -317,6 +317,6 @@ class ResumeCallback(TrainerCallback):
             self._best.note_metrics()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Releases the run directory."""
+        """Releases the run directory, while the trackers are open."""
         self._in_training = False
         self._checkpointer.close()

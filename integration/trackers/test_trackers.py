@@ -6,13 +6,15 @@ What a tracker has is read from its files by its own reader. Times are not compa
 from __future__ import annotations
 
 import csv
+import shutil
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from preloads import ALL
-from tracker_workloads import accelerate, lightning, plain, trainer
+from tracker_workloads import accelerate, database, lightning, plain, plain_mlflow, trainer
 
 from resumekit.testing import Cell, KillPoint, Kit
 
@@ -64,6 +66,27 @@ def in_csv_files(directory: Path) -> dict[str, Rows]:
     }
 
 
+def in_mlflow(directory: Path) -> dict[str, Rows]:
+    """The metrics and parameters of each run that is not deleted, by its number."""
+    found: dict[str, Rows] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the packages that MLflow uses
+        from mlflow import MlflowClient
+
+        client = MlflowClient(database(directory))
+        experiments = [each.experiment_id for each in client.search_experiments()]
+        for number, run in enumerate(client.search_runs(experiments)):
+            data = run.data
+            rows: Rows = [
+                (key, each.step, each.value)
+                for key in sorted(data.metrics)
+                for each in client.get_metric_history(run.info.run_id, key)
+            ]
+            rows += [("parameter", key, "") for key in sorted(data.params)]
+            found[f"run {number}"] = [*rows, ("status", run.info.status)]
+    return found
+
+
 def without_clocks(found: dict[str, Rows]) -> dict[str, Rows]:
     return {
         run: [row for row in rows if not any(clock in str(row[0]) for clock in CLOCKS)]
@@ -89,6 +112,10 @@ PLACES: dict[str, tuple[Callable[..., None], dict[str, Any], Reader]] = {
         {"loggers": ["csv"], "version": "one"},
         in_csv_files,
     ),
+    "MLflow, a plain loop": (plain_mlflow, {}, in_mlflow),
+    "MLflow, Accelerate": (accelerate, {"log_with": "mlflow"}, in_mlflow),
+    "MLflow, the Trainer": (trainer, {"report_to": "mlflow"}, in_mlflow),
+    "MLflow, Lightning": (lightning, {"loggers": ["mlflow"]}, in_mlflow),
 }
 
 
@@ -119,6 +146,51 @@ def test_after_kills_a_tracker_has_the_rows_of_an_uninterrupted_run(kit: Kit, na
     expected = without_clocks(read(uninterrupted(kit, cell)))
     assert sum(map(len, expected.values())) > 20
     assert without_clocks(read(killed(kit, cell))) == expected
+
+
+FINISHED = [name for name in PLACES if "one" not in name]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FINISHED)
+def test_a_launch_after_the_end_adds_nothing(kit: Kit, name: str) -> None:
+    function, options, read = PLACES[name]
+    require((name.lower(), options))
+    run = kit.run_again(kit.new_run(Cell(function, options)))
+    expected = read(run.directory / "training")
+    run = kit.run_again(run)
+    assert not run.failure, run.failure
+    assert read(run.directory / "training") == expected
+
+
+@pytest.mark.full
+def test_files_of_other_runs_stay(kit: Kit) -> None:
+    require(["tensorboard"])
+    run = kit.new_run(Cell(plain, {"fixed": True}))
+    folder = run.directory / "training" / "logs"
+    folder.mkdir()
+    others = [folder / f"events.out.tfevents.{n}.host.1.0" for n in (1, 3_000_000_000)]
+    others.append(folder / "events.out.tfevents.2.host.1.0.resumekit-01234567")
+    for each in others:
+        each.write_bytes(b"rows of another run")
+    for kill in (*KILLS, None):
+        run = kit.run_again(run, kill=kill)
+    assert not run.failure, run.failure
+    assert {each.read_bytes() for each in others} == {b"rows of another run"}
+
+
+@pytest.mark.full
+def test_a_tracker_that_cannot_continue_is_one_warning(kit: Kit) -> None:
+    require(["tensorboard"])
+    run = kit.run_again(kit.new_run(Cell(plain)), kill=KILLS[0])
+    (folder,) = (run.directory / "training").glob("logs-*")
+    shutil.rmtree(folder)
+    run = kit.run_again(run)
+    assert not run.failure, run.failure
+    (log,) = run.directory.glob("launch-00001-*.log")
+    lines = [line for line in log.read_text().splitlines() if "TensorBoard" in line]
+    assert len(lines) == 1
+    assert "TensorBoard cannot continue its run: FileNotFoundError" in lines[0]
 
 
 @pytest.mark.quick("CSV, Lightning")

@@ -6,7 +6,9 @@ looks at whether it was started before.
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +27,32 @@ def _parts() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
     model = nn.Sequential(nn.Linear(64, 16), nn.Dropout(0.2), nn.Linear(16, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return model, optimizer, DataLoader(Digits(92, augment=False), batch_size=8, shuffle=True)
+
+
+def database(directory: str | Path) -> str:
+    """The address of MLflow's data; it has one name for all processes of a run."""
+    return f"sqlite:///{directory}/mlflow.db"
+
+
+def plain_mlflow(directory: str, *, trackers: Follows = "continue") -> None:
+    """A loop that logs with MLflow's functions."""
+    import mlflow
+
+    from resumekit.adapters.torch import Checkpointer
+
+    mlflow.set_tracking_uri(database(directory))
+    model, optimizer, loader = _parts()
+    with mlflow.start_run():
+        mlflow.log_params({"lr": 1e-2})
+        ckpt = Checkpointer(Path(directory, "run"), save_every=SAVE_EVERY, trackers=trackers)
+        for inputs, labels in ckpt.batches(loader, epochs=EPOCHS):
+            loss = nn.functional.cross_entropy(model(inputs), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            ckpt.step(loss=loss)
+            mlflow.log_metric("loss", loss.item(), step=ckpt.progress.step)
+            mlflow.log_metrics({"double": 2 * loss.item()}, step=ckpt.progress.step)
 
 
 def plain(directory: str, *, trackers: Follows = "continue", fixed: bool = False) -> None:
@@ -61,6 +89,7 @@ def accelerate(directory: str, *, trackers: Follows = "continue", log_with: str)
 
     from resumekit.adapters.accelerate import Checkpointer
 
+    os.environ["MLFLOW_TRACKING_URI"] = database(directory)
     accelerator = Accelerator(cpu=True, log_with=log_with, project_dir=directory)
     accelerator.init_trackers("project", config={"lr": 1e-2})
     model, optimizer, loader = accelerator.prepare(*_parts())
@@ -83,6 +112,7 @@ def trainer(directory: str, *, trackers: Follows = "continue", report_to: str) -
 
     from resumekit.adapters.transformers import ResumeCallback
 
+    os.environ["MLFLOW_TRACKING_URI"] = database(directory)
     set_seed(0)
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
     training = Trainer(
@@ -119,7 +149,7 @@ def lightning(
     """Lightning with the loggers' own versions, or with one that the script gives."""
     from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import LearningRateMonitor
-    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+    from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
     from lightning_workloads import QUIET, Classifier, make_loader
 
     from resumekit.adapters.lightning import ResumeCallback
@@ -137,8 +167,12 @@ def lightning(
     torch.manual_seed(1)
     module = Logged()
     module.save_hyperparameters({"lr": 1e-2})
-    kinds: dict[str, Any] = {"tensorboard": TensorBoardLogger, "csv": CSVLogger}
-    made = [kinds[each](Path(directory, each), version=version) for each in loggers]
+    kinds: dict[str, Callable[[], Any]] = {
+        "tensorboard": lambda: TensorBoardLogger(Path(directory, "tensorboard"), version=version),
+        "csv": lambda: CSVLogger(Path(directory, "csv"), version=version),
+        "mlflow": lambda: MLFlowLogger(tracking_uri=database(directory)),
+    }
+    made = [kinds[each]() for each in loggers]
     saving = ResumeCallback(Path(directory, "run"), save_every=SAVE_EVERY, trackers=trackers)
     Trainer(
         max_epochs=EPOCHS,

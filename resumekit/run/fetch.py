@@ -27,7 +27,6 @@ from resumekit.data.position import Feed
 from resumekit.run.garbage_collector import collector_paused
 from resumekit.run.run import Loaded, RunState
 from resumekit.state import AfterRng, states_of
-from resumekit.trackers import TRACKERS
 
 
 @collector_paused()
@@ -96,8 +95,8 @@ def restore_random(run: RunState) -> None:
                 component.stateful.after_rng_restore()
     if isinstance(run.phase, Loaded):
         run.phase = running = run.phase.running
-        marks = () if running.parent is None else running.parent.details.get(TRACKERS, ())
-        run.trackers.begin(run.run_id, marks)
+        if not (run.is_driven and run.counters.finished):  # a framework logs at its end, too
+            run.continue_trackers()
         if running.parent is not None:
             run.trace_state("resumed", running.parent)
 

@@ -43,7 +43,7 @@ from resumekit.state import StateComponent, Validation
 from resumekit.storage.directories import StepName
 from resumekit.storage.manifest import Manifest
 from resumekit.storage.store import Store
-from resumekit.trackers import Trackers
+from resumekit.trackers import TRACKERS, Mark, Trackers
 
 initialize_vector_math()  # as the script imports an adapter, before it computes anything
 
@@ -344,6 +344,19 @@ class RunState:
         """The same, where the save in flight counts as if it were committed. Waits for nothing."""
         return self.selection.best_step(self.store, self.in_flight.manifest)
 
+    def continue_trackers(self) -> None:
+        """Drops what this launch has logged so far, where the run is resumed; once."""
+        self.trackers.begin(self.run_id, self._former_marks)
+
+    def tracker_marks(self) -> Sequence[Mark]:
+        """What the next checkpoint says of the trackers; they are flushed."""
+        return self._former_marks if self.trackers.waits else self.trackers.marks()
+
+    @property
+    def _former_marks(self) -> Sequence[Mark]:
+        parent = self.running.parent
+        return () if parent is None else parent.details.get(TRACKERS, ())
+
     def finish_copies(self) -> None:
         """Waits for the copy of the newest checkpoint, at most ``mirror_flush``."""
         memory, self.memory = self.memory, None
@@ -358,6 +371,8 @@ class RunState:
         self.in_flight.wait_for_own()
         self.reporter.log_skipped(self.in_flight.num_skipped)
         self.log_start()
+        if self.resumed is not None and self.counters.finished is not None:
+            self.continue_trackers()
         self.journal.close()
         try:
             self.finish_copies()

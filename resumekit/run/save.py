@@ -221,7 +221,7 @@ def _draft(run: RunState) -> Manifest:
         **run.reporter.details(),
         **described(data_ranks),
         **({JOURNAL: verdict} if verdict else {}),
-        **({TRACKERS: marks} if (marks := run.trackers.marks()) else {}),
+        **({TRACKERS: marks} if (marks := run.tracker_marks()) else {}),
         **run.in_flight.details(),
     }
     records = (_record(each, capture, agreed.membership) for each in run.components)

@@ -14,16 +14,21 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from resumekit.trackers.csv_rows import CsvRows
 from resumekit.trackers.event_files import EventFiles
+from resumekit.trackers.mlflow_run import MlflowRun
 
 # In a manifest's details.
 TRACKERS = "trackers"
 
 _WRITERS = ("torch.utils.tensorboard.writer", "tensorboardX.writer")
+_MLFLOW = ("lightning.pytorch.loggers.mlflow", "pytorch_lightning.loggers.mlflow")
 _CSV = ("lightning.fabric.loggers.csv_logs", "lightning_fabric.loggers.csv_logs")
+
+_NOT_MARKED = "will not continue after a resume"
 
 # Of one tracker, in plain values; ``kind`` and ``run`` are those of the ``Tracker``.
 Mark = Mapping[str, Any]
@@ -62,55 +67,59 @@ class Trackers:
         is_on: False changes nothing of any tracker.
 
     Attributes:
+        waits: whether ``begin`` has still to be called.
         holders: gives the objects that a framework logs with; their attributes are searched.
     """
 
     def __init__(self, warn: Callable[[str], None], *, is_on: bool) -> None:
         self._warn = warn
-        self._is_on = is_on
+        self.waits = is_on
         self._live: list[Tracker] = []
         self.holders: Callable[[], Iterable[Any]] = tuple
 
     def begin(self, run_id: str, marks: Sequence[Mark]) -> None:
-        """The first batch of a launch is next.
+        """The first batch of a launch is next; further calls do nothing.
 
         Args:
             run_id: of the run.
             marks: of the checkpoint that it continues from.
         """
-        if not self._is_on:
+        if not self.waits:
             return
-        self._live = list(_find(self.holders(), run_id))
-        new = list(self._live)
-        # One that the script gives the same place is the same; others are, in their order.
-        for fits in (_is_same_run, _is_same_kind):
-            for mark in list(marks):
-                tracker = next((each for each in new if fits(each, mark)), None)
-                if tracker is not None:
-                    new.remove(tracker)
-                    marks = [each for each in marks if each is not mark]
-                    self._guarded(tracker, "cannot continue its run", tracker.resume, mark)
-        for each in new:
-            self._guarded(each, "will not continue after a resume", each.begin)
+        self.waits = False
+        with self._reported("trackers", "cannot be followed"):
+            self._live = list(_find(self.holders(), run_id))
+            new, left = list(self._live), list(marks)
+            # One that the script gives the same place is the same; others are, in their order.
+            for fits in (_is_same_run, _is_same_kind):
+                for mark in list(left):
+                    tracker = next((each for each in new if fits(each, mark)), None)
+                    if tracker is not None:
+                        new.remove(tracker)
+                        left.remove(mark)
+                        with self._reported(tracker.name, "cannot continue its run"):
+                            tracker.resume(mark)
+            for each in new:
+                with self._reported(each.name, _NOT_MARKED):
+                    each.begin()
 
     def marks(self) -> list[Mark]:
         """The marks of all trackers, for a checkpoint; their rows are in their files then."""
+        live, self._live = self._live, []
         marks: list[Mark] = []
-        for each in list(self._live):
-            found = self._guarded(each, "will not continue after a resume", each.mark)
-            if found is not None:
-                marks.append({"kind": each.kind, "run": each.run, **found})
+        for each in live:
+            with self._reported(each.name, _NOT_MARKED):
+                marks.append({"kind": each.kind, "run": each.run, **each.mark()})
+                self._live.append(each)
         return marks
 
-    def _guarded(
-        self, tracker: Tracker, failed: str, call: Callable[..., Any], *arguments: Any
-    ) -> Any:
+    @contextmanager
+    def _reported(self, name: str, failed: str) -> Iterator[None]:
+        """One warning of an error in the body."""
         try:
-            return call(*arguments)
-        except Exception as error:  # noqa: BLE001 - whatever a tracker does, training goes on
-            self._live.remove(tracker)
-            self._warn(f"{tracker.name} {failed}: {type(error).__name__}: {error}")
-            return None
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever a tracker does, training continues
+            self._warn(f"{name} {failed}: {type(error).__name__}: {error}")
 
 
 def _is_same_run(tracker: Tracker, mark: Mark) -> bool:
@@ -122,10 +131,13 @@ def _is_same_kind(tracker: Tracker, mark: Mark) -> bool:
 
 
 def _find(holders: Iterable[Any], run_id: str) -> Iterator[Tracker]:
-    """What a framework's objects hold; and every open SummaryWriter, which nothing lists."""
+    """What a framework's objects are or hold; what is global; and every open SummaryWriter."""
     writers, csv_writers = _classes("SummaryWriter", _WRITERS), _classes("_ExperimentWriter", _CSV)
+    loggers = _classes("MLFlowLogger", _MLFLOW)
     taken: set[int] = set()
     for holder in holders:
+        if issubclass(type(holder), loggers):
+            yield MlflowRun(holder)
         for value in list(getattr(holder, "__dict__", {}).values()):
             if id(value) in taken:
                 continue
@@ -135,7 +147,9 @@ def _find(holders: Iterable[Any], run_id: str) -> Iterator[Tracker]:
             elif issubclass(type(value), csv_writers):
                 taken.add(id(value))
                 yield CsvRows(value, holder)
-    for value in gc.get_objects() if writers else ():
+    if (mlflow := sys.modules.get("mlflow")) is not None and mlflow.active_run() is not None:
+        yield MlflowRun()
+    for value in gc.get_objects() if writers else ():  # nothing lists them
         is_other = issubclass(type(value), writers) and id(value) not in taken
         if is_other and EventFiles.may_follow(value):
             yield EventFiles(value, run_id)

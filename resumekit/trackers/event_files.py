@@ -96,8 +96,8 @@ def _event_files(directory: Path, suffix: str) -> Iterator[Path]:
 def _is_of_this_process(path: Path) -> bool:
     """Whether the name says so: events.out.tfevents.<time>.<host>.<process>.<number>."""
     started, _, rest = path.name[len(_FILES) - 1 :].partition(".")
-    own = f"{socket.gethostname()}.{os.getpid()}."
-    return rest.startswith(own) and started.isdecimal() and int(started) >= _STARTED
+    process = f"{socket.gethostname()}.{os.getpid()}."
+    return rest.startswith(process) and started.isdecimal() and int(started) >= _STARTED
 
 
 def remove(path: Path) -> None:
