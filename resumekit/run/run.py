@@ -344,9 +344,13 @@ class RunState:
         """The same, where the save in flight counts as if it were committed. Waits for nothing."""
         return self.selection.best_step(self.store, self.in_flight.manifest)
 
-    def continue_trackers(self) -> None:
-        """Drops what this launch has logged so far, where the run is resumed; once."""
-        self.trackers.begin(self.run_id, self._former_marks)
+    def continue_trackers(self, *, is_over: bool = False) -> None:
+        """Drops what this launch has logged so far, where the run is resumed; once.
+
+        Args:
+            is_over: no step follows, so that nothing of what was logged is repeated.
+        """
+        self.trackers.begin(self.run_id, self._former_marks, is_over=is_over)
 
     def tracker_marks(self) -> Sequence[Mark]:
         """What the next checkpoint says of the trackers; they are flushed."""
@@ -372,7 +376,7 @@ class RunState:
         self.reporter.log_skipped(self.in_flight.num_skipped)
         self.log_start()
         if self.resumed is not None and self.counters.finished is not None:
-            self.continue_trackers()
+            self.continue_trackers(is_over=True)
         self.journal.close()
         try:
             self.finish_copies()

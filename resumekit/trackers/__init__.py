@@ -55,8 +55,13 @@ class Tracker(Protocol):
     def mark(self) -> dict[str, Any]:
         """Flushes, and gives what ``resume`` needs."""
 
-    def resume(self, mark: Mark) -> None:
-        """Continues the run of a mark from there; the first batch of this launch is next."""
+    def resume(self, mark: Mark, *, cuts: bool) -> None:
+        """Continues the run of a mark; the first batch of this launch is next.
+
+        Args:
+            mark: of the run.
+            cuts: whether the rows since the mark are logged again.
+        """
 
 
 class Trackers:
@@ -77,12 +82,13 @@ class Trackers:
         self._live: list[Tracker] = []
         self.holders: Callable[[], Iterable[Any]] = tuple
 
-    def begin(self, run_id: str, marks: Sequence[Mark]) -> None:
+    def begin(self, run_id: str, marks: Sequence[Mark], *, is_over: bool) -> None:
         """The first batch of a launch is next; further calls do nothing.
 
         Args:
             run_id: of the run.
             marks: of the checkpoint that it continues from.
+            is_over: the run had finished, and the launch has logged all that it does.
         """
         if not self.waits:
             return
@@ -98,7 +104,7 @@ class Trackers:
                         new.remove(tracker)
                         left.remove(mark)
                         with self._reported(tracker.name, "cannot continue its run"):
-                            tracker.resume(mark)
+                            tracker.resume(mark, cuts=not is_over)
             for each in new:
                 with self._reported(each.name, _NOT_MARKED):
                     each.begin()

@@ -51,7 +51,7 @@ class CsvRows:
                 kept.hardlink_to(path)
         return {"num_rows": num_rows, "version": self._holder.version}
 
-    def resume(self, mark: Mapping[str, Any]) -> None:
+    def resume(self, mark: Mapping[str, Any], *, cuts: bool) -> None:
         """Keeps the rows of the mark, and appends to them.
 
         Raises:
@@ -65,7 +65,7 @@ class CsvRows:
             raise FileNotFoundError(f"{path} has {len(rows)} rows of {mark['num_rows']}")
         if here != there:
             remove(Path(self._writer.metrics_file_path))
-        _write(path, names, rows[: mark["num_rows"]])
+        _write(path, names, rows[: mark["num_rows"]] if cuts else rows)
         self._writer.metrics, self._writer.metrics_keys = [], names
         self._writer.log_dir, self._writer.metrics_file_path = str(there), str(path)
         move_holder(self._holder, here, there, mark["version"])

@@ -65,7 +65,7 @@ class EventFiles:
         }
         return {"files": sizes, "version": getattr(self._holder, "version", None)}
 
-    def resume(self, mark: Mapping[str, Any]) -> None:
+    def resume(self, mark: Mapping[str, Any], *, cuts: bool) -> None:
         """Cuts the files to the mark, and writes further ones into the same directory.
 
         Raises:
@@ -77,7 +77,7 @@ class EventFiles:
         for path in _event_files(here, ""):
             if _is_of_this_process(path):
                 remove(path)
-        for path in _event_files(there, self._suffix):
+        for path in _event_files(there, self._suffix) if cuts else ():
             size = mark["files"].get(path.relative_to(there).as_posix())
             if size is None:
                 remove(path)

@@ -42,7 +42,7 @@ class MlflowRun:
         self._mlflow.flush_async_logging()
         return {"time_ms": time.time_ns() // 10**6}
 
-    def resume(self, mark: Mapping[str, Any]) -> None:
+    def resume(self, mark: Mapping[str, Any], *, cuts: bool) -> None:
         """Uses the run of the mark, and lets through what it has not since the mark."""
         here, there = self.run, str(mark["run"])
         data = self._client.get_run(there).data
@@ -52,9 +52,8 @@ class MlflowRun:
             self.run = there
             if self._client.get_run(here).info.start_time >= _STARTED_MS:
                 self._client.delete_run(here)
-        rows = (
-            each for key in data.metrics for each in self._client.get_metric_history(there, key)
-        )
+        keys = data.metrics if cuts else ()
+        rows = (each for key in keys for each in self._client.get_metric_history(there, key))
         since = Counter((each.key, each.step) for each in rows if each.timestamp >= mark["time_ms"])
         if since:
             # mlflow 3.18 tracking/_tracking_service/client.py: one for each address.

@@ -19,7 +19,13 @@ from resumekit.cli import main
 from resumekit.errors import CorruptCheckpointError, ForeignCheckpointError, StateMismatchError
 from resumekit.fork import fork_checkpoint
 from resumekit.storage.directories import StepName
-from resumekit.storage.manifest import Manifest, StepReader, lineage_of
+from resumekit.storage.manifest import (
+    ForkOrigin,
+    Manifest,
+    StepReader,
+    forked_details,
+    lineage_of,
+)
 from resumekit.storage.store import Store
 
 NUM_STEPS = 12
@@ -190,6 +196,13 @@ def test_a_file_that_changes_while_it_is_copied_is_found(
     with pytest.raises(CorruptCheckpointError, match="its digest is"):
         fork_checkpoint(source, tmp_path / "b")
     assert Store(tmp_path / "b").step_names() == []
+
+
+def test_a_fork_does_not_continue_the_trackers(original: tuple[Path, Losses]) -> None:
+    details = {"trackers": [{"kind": "csv", "run": "logs"}], "saves": "every 2 steps"}
+    manifest = replace(newest(original[0]), details=details)
+    origin = ForkOrigin("a", "step-00000002", "0", "now", only_weights=False)
+    assert forked_details(manifest, origin).keys() == {"saves", "lineage"}
 
 
 @pytest.mark.parametrize("rows", [None, 1, [1], [{}], [{"run_id": 1}], {"run_id": "a"}])
