@@ -93,8 +93,8 @@ def accelerate(directory: str, *, trackers: Follows = "continue", log_with: str)
     accelerator = Accelerator(cpu=True, log_with=log_with, project_dir=directory)
     accelerator.init_trackers("project", config={"lr": 1e-2})
     model, optimizer, loader = accelerator.prepare(*_parts())
-    run, options = Path(directory, "run"), {"save_every": SAVE_EVERY, "trackers": trackers}
-    ckpt = Checkpointer(accelerator, run, **options)
+    run = Path(directory, "run")
+    ckpt = Checkpointer(accelerator, run, save_every=SAVE_EVERY, trackers=trackers)
     for inputs, labels in ckpt.batches(loader, epochs=EPOCHS):
         loss = nn.functional.cross_entropy(model(inputs), labels)
         optimizer.zero_grad()
