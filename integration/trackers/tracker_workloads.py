@@ -176,6 +176,7 @@ def lightning(
     saving = ResumeCallback(Path(directory, "run"), save_every=SAVE_EVERY, trackers=trackers)
     Trainer(
         max_epochs=EPOCHS,
+        default_root_dir=directory,
         log_every_n_steps=1,
         callbacks=[LearningRateMonitor(), saving],
         **{**QUIET, "logger": made},

@@ -54,6 +54,7 @@ class Tracker(Protocol):
 
     def mark(self) -> dict[str, Any]:
         """Flushes, and gives what ``resume`` needs."""
+        ...
 
     def resume(self, mark: Mark, *, cuts: bool) -> None:
         """Continues the run of a mark; the first batch of this launch is next.
