@@ -26,7 +26,7 @@ STEPS, PER_EPOCH = 5, 4
 FORMATS = ("accelerate", "trainer", "lightning")
 # What accelerate and transformers allow for a state of NumPy.
 OF_NUMPY: list[Any] = [
-    np._core.multiarray._reconstruct,
+    np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
     np.ndarray,
     np.dtype,
     np.dtypes.UInt32DType,
@@ -48,7 +48,7 @@ def train(directory: Path, *, several: bool = False) -> Trained:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     model[2].weight = model[0].weight
     model[1].weight.requires_grad_(False)
-    first = [model[0].weight, model[0].bias]
+    first: Any = [model[0].weight, model[0].bias]
     optimizer: Any = AdamW([{"params": [model[2].bias]}, {"params": first, "lr": 0.1}])
     optimizer.add_param_group({"params": [model[1].bias], "weight_decay": 0.3})
     scheduler = MultiStepLR(optimizer, [2, 4, 4])
