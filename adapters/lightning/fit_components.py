@@ -42,10 +42,12 @@ def fit_components(trainer: Any, loops: LoopState, ema: Any) -> tuple[StateCompo
     stateful = [each for each in trainer.callbacks if overrides(each, "state_dict")]
     user = user_state(trainer, others=[ema, *averages])
     loops.user_state = user
+    named = by_class_and_ordinal(stateful).items()
+    loops.state_keys = {f"{Slot.CALLBACKS.value}/{name}": e.state_key for name, e in named}
     return (
         *_trained(trainer, schedulers, ema),
         loops.component(),
-        StateComponent("callbacks/hooks", HookState(trainer, stateful), SharingPattern.PER_RANK),
+        StateComponent("callbacks/hooks", HookState(trainer), SharingPattern.PER_RANK),
         user.component(),
         *map(as_kept, registered_components([*stateful, *filter(None, [trainer.datamodule])])),
     )
@@ -100,28 +102,16 @@ def as_kept(component: StateComponent) -> StateComponent:
     return component
 
 
-class _OptionalHooks(TypedDict, total=False):
-    state_keys: dict[str, str]
-
-
-class _Hooks(_OptionalHooks):
+class _Hooks(TypedDict):
     checkpoint: dict[str, Any]
 
 
 class HookState(Checked):
-    """What the module and callbacks put into a checkpoint by hooks.
-
-    Args:
-        trainer: the Trainer.
-        stateful: the callbacks with a state of their own. For an export the keys that they have in
-            Lightning's checkpoints are saved, by component.
-    """
+    """What the module and callbacks put into a checkpoint by hooks."""
 
     schema = _Hooks
 
-    def __init__(self, trainer: Any, stateful: Iterable[Callback]) -> None:
-        named = by_class_and_ordinal(stateful).items()
-        self._state_keys = {f"{Slot.CALLBACKS.value}/{name}": e.state_key for name, e in named}
+    def __init__(self, trainer: Any) -> None:
         self._module = module = trainer.lightning_module
         hooked = [each for each in trainer.callbacks if overrides(each, "on_save_checkpoint")]
         hooked = [each for each in hooked if not isinstance(each, callbacks.WeightAveraging)]
@@ -131,9 +121,7 @@ class HookState(Checked):
         checkpoint = {"state_dict": self._module.state_dict()}
         for owner, arguments in self._owners:
             owner.on_save_checkpoint(*arguments, checkpoint)
-        put = {key: value for key, value in checkpoint.items() if key != "state_dict"}
-        keys = {"state_keys": self._state_keys} if self._state_keys else {}
-        return {"checkpoint": put, **keys}
+        return {"checkpoint": {key: v for key, v in checkpoint.items() if key != "state_dict"}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         checkpoint = {"state_dict": self._module.state_dict(), **state["checkpoint"]}

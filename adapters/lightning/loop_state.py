@@ -80,7 +80,11 @@ class _Logged(TypedDict):
     meta: _Meta | None
 
 
-class _LoopFields(TypedDict):
+class _OptionalLoopFields(TypedDict, total=False):
+    state_keys: dict[str, str]
+
+
+class _LoopFields(_OptionalLoopFields):
     loops: dict[str, Any]
     logged: dict[str, _Logged]
     is_first_batch: bool | None
@@ -120,10 +124,13 @@ class LoopState(Checked):
         self._validated_in: float | None = None
         self._lost_averages: tuple[str, ...] = ()
         self.user_state: UserState  # restored after the hooks before the first batch
+        # For exports: the keys of callbacks in Lightning's checkpoints, by component.
+        self.state_keys: dict[str, str] = {}
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
         return {
+            **({"state_keys": self.state_keys} if self.state_keys else {}),
             "loops": self._loops(),
             "logged": as_plain(private.RESULTS.of(trainer)),
             "is_first_batch": private.IS_FIRST_BATCH.of(trainer),

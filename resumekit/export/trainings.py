@@ -139,7 +139,8 @@ def _lightning(path: Path, run: StoredRun, _: int | None) -> None:
     """
     weights = _only_model(run)
     hooks = run.state("callbacks/hooks") or {}
-    keys = {key: each for key, each in hooks.get("state_keys", {}).items() if key in run}
+    saved = run.state("callbacks/lightning") or {}
+    keys = {key: each for key, each in saved.get("state_keys", {}).items() if key in run}
     optimizers, schedulers = run.keys_of(Slot.OPTIMIZER), run.keys_of(Slot.LR_SCHEDULER)
     scaler, loops = _only(run, Slot.GRAD_SCALER), _fit_loop(run)
     named = [*optimizers, *schedulers, *filter(None, [scaler]), *keys]
