@@ -32,11 +32,12 @@ def import_run(
     The same training command, with resumekit and this run directory, continues from it.
     """
     from resumekit.cli.terminal import print_line
-    from resumekit.imports.content import Position
+    from resumekit.imports.content import StartPosition
     from resumekit.imports.importing import import_checkpoint
     from resumekit.log import show_messages
 
     show_messages()
-    made, origin = import_checkpoint(path.absolute(), directory, asked=Position(step, epoch, batch))
+    asked = StartPosition(step, epoch, batch)
+    made, origin = import_checkpoint(path.absolute(), directory, asked=asked)
     lacks = f"; it has no {', '.join(origin.lacks)}" if origin.lacks else ""
     print_line(f"{made}  imported from {origin.source}{lacks}")

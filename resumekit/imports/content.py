@@ -19,7 +19,7 @@ from resumekit.imports.reading import (
     read_torch_file,
     read_weights,
 )
-from resumekit.imports.recognition import Kind, OtherCheckpoint, recognise
+from resumekit.imports.recognition import OtherCheckpoint, WrittenBy, recognise
 from resumekit.state import Slot
 
 _MODEL, _OPTIMIZER = Slot.MODEL.value, Slot.OPTIMIZER.value
@@ -27,7 +27,7 @@ _SCHEDULER, _SCALER = Slot.LR_SCHEDULER.value, Slot.GRAD_SCALER.value
 
 
 @dataclass(frozen=True)
-class Position:
+class StartPosition:
     """Where a run continues. What is None is not known.
 
     Args:
@@ -40,7 +40,7 @@ class Position:
     epoch: int | None = None
     batch: int | None = None
 
-    def with_asked(self, asked: Position) -> Position:
+    def with_asked(self, asked: StartPosition) -> StartPosition:
         """The position, with what the user gives where the source has none.
 
         Raises:
@@ -57,7 +57,7 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Content:
+class OtherContent:
     """A checkpoint of another program, taken apart.
 
     Args:
@@ -74,7 +74,7 @@ class Content:
     """
 
     source: str
-    position: Position
+    position: StartPosition
     given: Mapping[str, Any]
     rng: tuple[Mapping[str, Any] | None, ...] = (None,)
     num_ahead: int = 0
@@ -103,7 +103,7 @@ class Content:
         return (*parts, *self.lacks)
 
 
-def read_content(path: Path) -> Content:
+def read_content(path: Path) -> OtherContent:
     """What another program has saved.
 
     Args:
@@ -210,7 +210,7 @@ _COUNTS = (
 )
 
 
-def _trainer(found: OtherCheckpoint) -> Content:
+def _trainer(found: OtherCheckpoint) -> OtherContent:
     """As of transformers 5.23 trainer.py ``Trainer._save_checkpoint``."""
     folder, state = found.path, read_json(found.path / "trainer_state.json")
     accumulation = read_attributes(folder / "training_args.bin").get("gradient_accumulation_steps")
@@ -221,9 +221,9 @@ def _trainer(found: OtherCheckpoint) -> Content:
     lacks = [f"state of {name}" for name in callbacks]
     if accumulation is None:
         lacks.append("gradient_accumulation_steps, taken to be 1")
-    return Content(
+    return OtherContent(
         f"Trainer {folder.name}",
-        Position(step, epoch, batch),
+        StartPosition(step, epoch, batch),
         {_MODEL: _whole_weights(found), **dict(_given(folder, names))},
         rng=_rng_of_ranks(
             folder,
@@ -263,7 +263,7 @@ def _position(step: int, epoch: float, accumulation: int) -> tuple[int, int, int
 # ---------------------------------------------------------------- Accelerate
 
 
-def _accelerate(found: OtherCheckpoint) -> Content:
+def _accelerate(found: OtherCheckpoint) -> OtherContent:
     """As of accelerate 1.15 checkpointing.py ``save_accelerator_state``."""
     folder = found.path
     several = [each.name for each in folder.glob("*_1.*") if not each.name.startswith("random")]
@@ -272,9 +272,9 @@ def _accelerate(found: OtherCheckpoint) -> Content:
     names = {_OPTIMIZER: "optimizer.bin", _SCHEDULER: "scheduler.bin", _SCALER: "scaler.pt"}
     given = {_MODEL: _whole_weights(found), **dict(_given(folder, names))}
     lacks = [each.name for each in sorted(folder.glob("custom_checkpoint_*.pkl"))]
-    return Content(
+    return OtherContent(
         f"Accelerate {folder.name}",
-        Position(_steps_in(given.get(_OPTIMIZER))),
+        StartPosition(_steps_in(given.get(_OPTIMIZER))),
         given,
         rng=_rng_of_ranks(
             folder,
@@ -295,7 +295,7 @@ def _accelerate(found: OtherCheckpoint) -> Content:
 # ---------------------------------------------------------------- Lightning
 
 
-def _lightning(found: OtherCheckpoint) -> Content:
+def _lightning(found: OtherCheckpoint) -> OtherContent:
     """As of lightning 2.6 trainer/connectors/checkpoint_connector.py ``dump_checkpoint``."""
     saved = read_torch_file(found.path)
     fit = saved["loops"]["fit_loop"]
@@ -311,9 +311,9 @@ def _lightning(found: OtherCheckpoint) -> Content:
         given.update(zip((key,), states, strict=False))
     scaler = saved.get("MixedPrecision")
     num_batches = batches["total"]["processed"]
-    return Content(
+    return OtherContent(
         f"Lightning {found.path.name}",
-        Position(min(int(saved["global_step"]), num_batches), epoch, batch),
+        StartPosition(min(int(saved["global_step"]), num_batches), epoch, batch),
         {**given, **({_SCALER: scaler} if scaler else {})},
         num_batches=num_batches,
         lacks=tuple(f"state of {name.partition('{')[0]}" for name in saved.get("callbacks") or {}),
@@ -326,7 +326,7 @@ _MODEL_NAMES = ("model", "model_state_dict", "state_dict", "net", "network", "mo
 _STEP_NAMES = ("global_step", "step", "iteration", "iter", "it", "iter_num", "num_steps")
 
 
-def _torch(found: OtherCheckpoint) -> Content:
+def _torch(found: OtherCheckpoint) -> OtherContent:
     """A dict of ``state_dict``s under whatever names, or one of a model."""
     saved = read_torch_file(found.path)
     if not isinstance(saved, Mapping):
@@ -341,9 +341,9 @@ def _torch(found: OtherCheckpoint) -> Content:
     steps = [others[name] for name in _STEP_NAMES if type(others.get(name)) is int]
     step = steps[0] if steps else _steps_in(given.get(_OPTIMIZER))
     taken = [name for name in _STEP_NAMES if name in others][:1]
-    return Content(
+    return OtherContent(
         f"torch.save file {found.path.name}",
-        Position(step),
+        StartPosition(step),
         given,
         lacks=tuple(f"a place for {name!r}" for name in others if name not in (*taken, "epoch")),
         named_epoch=others["epoch"] if type(others.get("epoch")) is int else None,
@@ -380,9 +380,9 @@ def _steps_in(optimizer: Any) -> int | None:
     return max(counts, default=None)
 
 
-_READERS: Mapping[Kind, Callable[[OtherCheckpoint], Content]] = {
-    Kind.TRAINER: _trainer,
-    Kind.ACCELERATE: _accelerate,
-    Kind.LIGHTNING: _lightning,
-    Kind.TORCH: _torch,
+_READERS: Mapping[WrittenBy, Callable[[OtherCheckpoint], OtherContent]] = {
+    WrittenBy.TRAINER: _trainer,
+    WrittenBy.ACCELERATE: _accelerate,
+    WrittenBy.LIGHTNING: _lightning,
+    WrittenBy.TORCH: _torch,
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from resumekit.errors import ConfigurationError
-from resumekit.imports.content import Content, Position, read_content
+from resumekit.imports.content import OtherContent, StartPosition, read_content
 from resumekit.serialization.writing import Payload
 from resumekit.state import SharingPattern, Slot
 from resumekit.storage.files import FileEntry
@@ -17,14 +17,14 @@ from resumekit.storage.imported import ImportOrigin, import_of, imported_details
 from resumekit.storage.manifest import ComponentRecord, Manifest
 from resumekit.storage.store import Store
 
-_NOTHING = Position()
+_NOTHING = StartPosition()
 _TRAINER_STATE = "callbacks/trainer_state"
 # These have a folder of their own, as in every checkpoint.
 _OWN_DIRECTORY = (Slot.MODEL.value, Slot.OPTIMIZER.value)
 
 
 def import_checkpoint(
-    path: Path, directory: Path, *, asked: Position = _NOTHING
+    path: Path, directory: Path, *, asked: StartPosition = _NOTHING
 ) -> tuple[Path, ImportOrigin]:
     """Makes a checkpoint of another program the first step of a new run.
 
@@ -81,7 +81,7 @@ def _is_in_use(where: str, store: Store, what: str) -> ConfigurationError:
     )
 
 
-def _write(store: Store, content: Content, asked: Position) -> tuple[Path, ImportOrigin]:
+def _write(store: Store, content: OtherContent, asked: StartPosition) -> tuple[Path, ImportOrigin]:
     """The committed step. Its states are those of the manifest's components."""
     if content.named_epoch is not None and asked.epoch is None:
         raise ConfigurationError(
@@ -114,7 +114,7 @@ def _write(store: Store, content: Content, asked: Position) -> tuple[Path, Impor
     return store.commit(staging, replace(manifest, files=tuple(files))), origin
 
 
-def _states(content: Content) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _states(content: OtherContent) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The states by component key: of the job, and of each rank."""
     position, num_ranks = content.position, content.num_ranks
     epoch, batch = position.epoch or 0, position.batch or 0
@@ -179,7 +179,7 @@ def _payloads(shared: Mapping[str, Any], per_rank: list[dict[str, Any]]) -> Iter
 
 def _manifest(
     store: Store,
-    content: Content,
+    content: OtherContent,
     origin: ImportOrigin,
     shared: Mapping[str, Any],
     per_rank: list[dict[str, Any]],

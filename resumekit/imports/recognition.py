@@ -16,7 +16,7 @@ from resumekit.storage.directories import OWNER, StepName
 _HEAD_BYTES = 4096  # of a pickle; the first keys are there
 
 
-class Kind(str, Enum):
+class WrittenBy(str, Enum):
     """What wrote a checkpoint, in words."""
 
     TRAINER = "a checkpoint of the Trainer"
@@ -38,7 +38,7 @@ class OtherCheckpoint:
     """
 
     path: Path
-    kind: Kind
+    kind: WrittenBy
     step: int | None = None
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class OtherCheckpoint:
     @property
     def can_be_imported(self) -> bool:
         """Whether there is a reader for it."""
-        return self.kind not in (Kind.DEEPSPEED, Kind.DCP)
+        return self.kind not in (WrittenBy.DEEPSPEED, WrittenBy.DCP)
 
     def command(self, directory: Path | str = "RUN") -> str:
         """The command that makes it the first step of a run."""
@@ -91,17 +91,17 @@ def _recognise_directory(path: Path, names: set[str]) -> OtherCheckpoint | None:
         step = None
         with suppress(ValueError, KeyError, TypeError):
             step = int(json.loads((path / "trainer_state.json").read_text())["global_step"])
-        return OtherCheckpoint(path, Kind.TRAINER, step)
+        return OtherCheckpoint(path, WrittenBy.TRAINER, step)
     if any(name.startswith("random_states_") for name in names):
-        return OtherCheckpoint(path, Kind.ACCELERATE)
+        return OtherCheckpoint(path, WrittenBy.ACCELERATE)
     if ".metadata" in names and any(name.endswith(".distcp") for name in names):
-        return OtherCheckpoint(path, Kind.DCP)
+        return OtherCheckpoint(path, WrittenBy.DCP)
     if any(name.endswith("_model_states.pt") for name in names):
-        return OtherCheckpoint(path, Kind.DEEPSPEED)
+        return OtherCheckpoint(path, WrittenBy.DEEPSPEED)
     if "latest" in names and (path / "latest").is_file():
         tag = path / (path / "latest").read_text()[:255].strip()
         if tag.is_dir() and any(tag.glob("*_model_states.pt")):
-            return OtherCheckpoint(tag, Kind.DEEPSPEED)
+            return OtherCheckpoint(tag, WrittenBy.DEEPSPEED)
     return None
 
 
@@ -114,5 +114,5 @@ def _recognise_file(path: Path) -> OtherCheckpoint | None:
         if members:
             with archive.open(members[0]) as pickled:
                 is_lightning = b"pytorch-lightning_version" in pickled.read(_HEAD_BYTES)
-            return OtherCheckpoint(path, Kind.LIGHTNING if is_lightning else Kind.TORCH)
+            return OtherCheckpoint(path, WrittenBy.LIGHTNING if is_lightning else WrittenBy.TORCH)
     return None

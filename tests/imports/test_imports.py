@@ -23,10 +23,10 @@ from resumekit.errors import (
     DirectoryError,
     StateMismatchError,
 )
-from resumekit.imports.content import Position, _position, read_content
+from resumekit.imports.content import StartPosition, _position, read_content
 from resumekit.imports.importing import _counted, import_checkpoint
 from resumekit.imports.reading import read_attributes
-from resumekit.imports.recognition import Kind, recognise
+from resumekit.imports.recognition import WrittenBy, recognise
 from resumekit.storage.imported import import_of
 from resumekit.storage.store import Store
 
@@ -94,35 +94,35 @@ def command(*words: str | Path) -> int:
 # ---------------------------------------------------------------- recognition
 
 
-def foreign(directory: Path, kind: Kind) -> Path:
+def foreign(directory: Path, kind: WrittenBy) -> Path:
     """The smallest thing that is recognised as this."""
     folder = directory / kind.name
     folder.mkdir()
     names = {
-        Kind.TRAINER: ("trainer_state.json",),
-        Kind.ACCELERATE: ("random_states_0.pkl", "model.safetensors"),
-        Kind.DCP: (".metadata", "__0_0.distcp"),
-        Kind.DEEPSPEED: ("mp_rank_00_model_states.pt",),
+        WrittenBy.TRAINER: ("trainer_state.json",),
+        WrittenBy.ACCELERATE: ("random_states_0.pkl", "model.safetensors"),
+        WrittenBy.DCP: (".metadata", "__0_0.distcp"),
+        WrittenBy.DEEPSPEED: ("mp_rank_00_model_states.pt",),
     }
     if kind in names:
         for name in names[kind]:
             (folder / name).write_text('{"global_step": 7}')
         return folder
-    version = {"pytorch-lightning_version": "2.6.6"} if kind is Kind.LIGHTNING else {}
+    version = {"pytorch-lightning_version": "2.6.6"} if kind is WrittenBy.LIGHTNING else {}
     torch.save({"epoch": 0, **version, "state_dict": {}}, folder / "any.name")
     return folder / "any.name"
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_each_kind_is_recognised_by_its_content(tmp_path: Path, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", WrittenBy)
+def test_each_kind_is_recognised_by_its_content(tmp_path: Path, kind: WrittenBy) -> None:
     found = recognise(foreign(tmp_path, kind))
     assert found is not None
     assert found.kind is kind
-    assert found.step == (7 if kind is Kind.TRAINER else None)
+    assert found.step == (7 if kind is WrittenBy.TRAINER else None)
 
 
 def test_a_folder_of_tags_of_deepspeed_is_its_latest_one(tmp_path: Path) -> None:
-    foreign(tmp_path, Kind.DEEPSPEED).rename(tmp_path / "global_step7")
+    foreign(tmp_path, WrittenBy.DEEPSPEED).rename(tmp_path / "global_step7")
     (tmp_path / "latest").write_text("global_step7")
     found = recognise(tmp_path)
     assert found is not None
@@ -142,7 +142,7 @@ def test_a_run_its_steps_and_other_files_are_none(tmp_path: Path) -> None:
 def test_a_command_names_what_a_directory_is_and_how_to_import_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    path = foreign(tmp_path, Kind.TRAINER)
+    path = foreign(tmp_path, WrittenBy.TRAINER)
     assert command(name, path, *(["--keep-latest", "1"] if name == "prune" else [])) == 2
     error = capsys.readouterr().err
     assert f"{path}: a checkpoint of the Trainer at step 7, expected the run directory" in error
@@ -162,10 +162,13 @@ def test_the_import_that_an_error_names_can_be_made(
 
 @pytest.mark.parametrize(
     ("kind", "remedy"),
-    [(Kind.TRAINER, "import it first: resumekit import"), (Kind.DEEPSPEED, "Give the run a")],
+    [
+        (WrittenBy.TRAINER, "import it first: resumekit import"),
+        (WrittenBy.DEEPSPEED, "Give the run a"),
+    ],
 )
 def test_a_run_does_not_start_in_a_checkpoint_of_another_program(
-    tmp_path: Path, kind: Kind, remedy: str
+    tmp_path: Path, kind: WrittenBy, remedy: str
 ) -> None:
     path = foreign(tmp_path, kind)
     before = sorted(path.iterdir())
@@ -251,10 +254,10 @@ def test_the_position_of_a_trainer_follows_from_its_counts(length: int, accumula
 
 
 def test_a_position_is_what_the_source_says_or_what_is_given() -> None:
-    assert Position(5).with_asked(Position(epoch=2)) == Position(5, 2)
-    assert Position(5).with_asked(Position(5)) == Position(5)
+    assert StartPosition(5).with_asked(StartPosition(epoch=2)) == StartPosition(5, 2)
+    assert StartPosition(5).with_asked(StartPosition(5)) == StartPosition(5)
     with pytest.raises(ConfigurationError, match="--step 6: the checkpoint is at step 5"):
-        Position(5).with_asked(Position(6))
+        StartPosition(5).with_asked(StartPosition(6))
 
 
 def test_a_file_that_says_an_epoch_needs_an_option_for_it(tmp_path: Path) -> None:
@@ -407,7 +410,7 @@ def test_only_the_step_of_an_import_may_lack_components(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_taken_over_is_refused_with_the_reason(tmp_path: Path) -> None:
-    for kind in (Kind.DCP, Kind.DEEPSPEED):
+    for kind in (WrittenBy.DCP, WrittenBy.DEEPSPEED):
         with pytest.raises(ConfigurationError, match="which is not taken over yet"):
             read_content(foreign(tmp_path, kind))
     with pytest.raises(ConfigurationError, match="no such file or directory, not a checkpoint"):
