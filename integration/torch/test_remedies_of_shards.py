@@ -257,21 +257,41 @@ def tie_on_all_or_none(directory: Path, remedy: Remedy) -> None:
         assert_exact(directory / str(is_tied), partial(launch_alike, make=partial(make, is_tied)))
 
 
-@cases.follows("Synchronise it, or pass validate='off' to save one of them")
-def make_copies_alike(directory: Path, remedy: Remedy) -> None:
-    rank = torch.distributed.get_rank()
-
-    def make(is_synchronised: bool = False) -> nn.Module:
-        net = make_parallel()
-        bias = net[2].bias
-        bias.data += rank
+def make_copies(*, is_sharded: bool, is_synchronised: bool = False) -> nn.Module:
+    """The last parameter differs between the ranks: a plain tensor, or a replicated shard."""
+    net: Any = make_parallel()
+    if is_sharded:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        net = fully_shard(make_net(), mesh=mesh)
+    with torch.no_grad():
+        last = local([*net.parameters()][-1])
+        last += torch.distributed.get_rank()
         if is_synchronised:
-            torch.distributed.broadcast(bias.data, 0)
-        return net
+            torch.distributed.broadcast(last, 0)
+    return net
 
+
+@cases.follows('pass per_rank={"{}"} (resumekit run: --per-rank {})')
+def let_each_rank_save_its_bias(directory: Path, remedy: Remedy) -> None:
     launch_alike = partial(launch, is_alike=True)
-    text = remedy.of(launch_alike, directory / "wrong", make)
-    assert_exact(directory / "alike", partial(launch_alike, make=partial(make, True)))
+    make = partial(make_copies, is_sharded=False)
+    whole = Remedy(f"Synchronise it, or {remedy.text}")
+    text = whole.of(launch_alike, directory / "wrong", make)
+    alike = partial(make, is_synchronised=True)
+    assert_exact(directory / "alike", partial(launch_alike, make=alike))
+    (name,) = re.findall(r'per_rank=\{"(\w+)"\}', text)
+    named = {name, "optimizer"}
+    assert_exact(directory / "each", partial(launch_alike, make=make, per_rank=named))
+
+
+@cases.follows("pass validate='off' to save one of them")
+def make_copies_alike(directory: Path, remedy: Remedy) -> None:
+    launch_alike = partial(launch, is_alike=True)
+    make = partial(make_copies, is_sharded=True)
+    whole = Remedy(f"Synchronise it, or {remedy.text}")
+    text = whole.of(launch_alike, directory / "wrong", make)
+    alike = partial(make, is_synchronised=True)
+    assert_exact(directory / "alike", partial(launch_alike, make=alike))
     ((name, value),) = re.findall(r"(\w+)='(\w+)'", text)
     _, ends = launch_alike(directory / "off", make, **{name: value})
     copies = gathered(ends[-1])

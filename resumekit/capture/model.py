@@ -29,7 +29,13 @@ from resumekit.capture.nested_state import (
 )
 from resumekit.errors import ConfigurationError, DeclarationError
 from resumekit.serialization.digests import leaves_of
-from resumekit.serialization.sharding import FlatPart, fill, is_sharded, local_part
+from resumekit.serialization.sharding import (
+    FlatPart,
+    StackedByRank,
+    fill,
+    is_sharded,
+    local_part,
+)
 from resumekit.serialization.tensors import is_subclass, parts_of
 from resumekit.state import (
     Adopting,
@@ -276,6 +282,8 @@ class ModelState(Renamed, Adopting, InPlace):
         key: the component's key, for errors.
     """
 
+    stacked: StackedByRank | None = None  # how it stores the parameters that FSDP2 does not shard
+
     def __init__(self, module: nn.Module, *, key: str = "model") -> None:
         self.module = module
         self.key = key
@@ -283,13 +291,18 @@ class ModelState(Renamed, Adopting, InPlace):
     def live_objects(self) -> tuple[nn.Module, ...]:
         return (self.module,)
 
+    def stack(self, ranks: StackedByRank) -> bool:
+        """Makes the unsharded parameters each rank's own; returns whether there are any."""
+        self.stacked = ranks
+        return bool(self._parts())
+
     def state_dict(self) -> dict[str, Any]:
         """The live tensors, not copies, by wrapper-free name; extra state as the module gives it.
 
         Raises:
             ConfigurationError: two tensors have one wrapper-free name.
         """
-        return by_clean_name(self.module, self.module.state_dict())
+        return {**by_clean_name(self.module, self.module.state_dict()), **self._parts()}
 
     def state_and_copies(self) -> dict[str, Any]:
         """The state, with live copies of it that code may change, such as rounded weights.
@@ -322,9 +335,11 @@ class ModelState(Renamed, Adopting, InPlace):
         """
         live = self.module.state_dict()
         names = clean_names(self.module, live)
-        by_raw_name = {}
+        by_raw_name, parts = {}, self._parts()
         for raw, name in names.items():
-            if is_subclass(live[raw]):  # its own copy may round
+            if self.stacked is not None and name in parts:
+                fill(live[raw], self.stacked.unstacked(state[name]))
+            elif is_subclass(live[raw]):  # its own copy may round
                 fill(live[raw], state[name])
             else:
                 by_raw_name[raw] = _given(raw, state[name], live[raw])
@@ -392,8 +407,17 @@ class ModelState(Renamed, Adopting, InPlace):
         }
 
     def _parts(self) -> Mapping[str, FlatPart]:
-        """This rank's range of each parameter that is sharded without a DTensor, by name."""
-        return {}
+        """This rank's range of each parameter that is sharded without a DTensor, by name.
+
+        The names of a tied parameter have the same object.
+        """
+        if self.stacked is None:
+            return {}
+        raw = dict(self.module.named_parameters(remove_duplicate=False))
+        unsharded = [each for each in raw.values() if not (is_sharded(each) or is_lazy(each))]
+        parts = {id(each): self.stacked.part(each) for each in {*unsharded}}
+        named = by_clean_name(self.module, raw)
+        return {name: parts[id(each)] for name, each in named.items() if id(each) in parts}
 
 
 def frozen_of(state: ComponentState) -> frozenset[str]:

@@ -41,6 +41,7 @@ from resumekit.capture.optimizer_state import OptimizerContent
 from resumekit.errors import ConfigurationError
 from resumekit.serialization.sharding import (
     FlatPart,
+    StackedByRank,
     is_sharded,
     local_part,
     part_like,
@@ -77,6 +78,7 @@ class OptimizerState(Checked, Renamed, Adopting, InPlace):
     """
 
     schema: ClassVar[Any] = OptimizerContent
+    stacked: StackedByRank | None = None  # how it stores the moments of unsharded parameters
 
     def __init__(
         self,
@@ -90,6 +92,11 @@ class OptimizerState(Checked, Renamed, Adopting, InPlace):
         self.prefix = prefix
         self.modules = dict(modules)
         self.key = key
+
+    def stack(self, ranks: StackedByRank) -> bool:
+        """Makes the moments of unsharded parameters each rank's own, as ``ModelState.stack``."""
+        self.stacked = ranks
+        return bool(self._parts())
 
     def live_objects(self) -> tuple[Any, ...]:
         given, groups = self.optimizer, getattr(self.optimizer, "param_groups", ())
@@ -115,7 +122,14 @@ class OptimizerState(Checked, Renamed, Adopting, InPlace):
         Raises:
             ConfigurationError: two parameters have one name.
         """
-        return self._by_name(self.optimizer.state_dict())
+        given = self._by_name(self.optimizer.state_dict())
+        if self.stacked is not None and "state" in given:
+            for name in self._parts().keys() & given["state"].keys():
+                given["state"][name] = {
+                    key: self.stacked.part(value) if isinstance(value, Tensor) else value
+                    for key, value in given["state"][name].items()
+                }
+        return given
 
     def adopted(self, given: Any) -> dict[str, Any]:
         """The state by name; as torch does, by the position of a parameter in the groups."""
@@ -167,7 +181,11 @@ class OptimizerState(Checked, Renamed, Adopting, InPlace):
 
     def _unknown_objects(self, state: Group) -> Iterator[Mismatch]:
         objects = ObjectsInState(self.optimizer)
+        stacked = self._parts() if self.stacked is not None else {}
         for name, values in state["state"].items():
+            step = values.get("step") if isinstance(values, dict) else None
+            if isinstance(step, Tensor) and step.numel() != 1 and name not in stacked:
+                yield Mismatch.changed(f"{name}['step']", describe(step), "a number")
             for key, kind in objects.not_made(values):
                 expected = f"a class that the module of {class_name(self.optimizer)} has"
                 yield Mismatch.changed(f"{name}[{key!r}]", kind, expected)
@@ -194,6 +212,12 @@ class OptimizerState(Checked, Renamed, Adopting, InPlace):
         if "opaque" in state:
             self.optimizer.load_state_dict(state["opaque"])
             return ()
+        if self.stacked is not None:
+            moments = dict(state["state"])
+            for name in self._parts().keys() & moments.keys():
+                unstacked = {key: self.stacked.unstacked(v) for key, v in moments[name].items()}
+                moments[name] = unstacked
+            state = {**state, "state": moments}
         packed = self._packed(state)
         if inherits_load(self.optimizer):
             load_exactly(self.optimizer, packed)
@@ -310,7 +334,10 @@ class OptimizerState(Checked, Renamed, Adopting, InPlace):
 
     def _parts(self) -> Mapping[str, FlatPart]:
         """This rank's range of each parameter that is sharded without a DTensor, by name."""
-        return {}
+        if self.stacked is None:
+            return {}
+        named = chain(*self._named_groups())
+        return {name: self.stacked.part(each) for name, each in named if not is_sharded(each)}
 
     def _in_layout(
         self,

@@ -35,7 +35,7 @@ class _Moments:
                 yield Misfit(f"{path}.state.{fqn}".lstrip("."), describe(values), "a dict")
                 return
             for name, each in values.items():
-                if name == "step" and isinstance(each, Tensor) and each.numel() != 1:
+                if name == "step" and not _may_count(each, parameters[fqn]):
                     yield Misfit(f"{path}.state.{fqn}.step".lstrip("."), describe(each), "a number")
                     return
                 kinds.setdefault(name, set()).add(_kind(each, parameters[fqn]))
@@ -48,6 +48,12 @@ class _Moments:
             if len(several - {None}) > 1:
                 where = f"{path}.state.*.{name}".lstrip(".")
                 yield Misfit(where, " and ".join(sorted(several - {None})), "one kind of value")
+
+
+def _may_count(step: Any, parameter: str) -> bool:
+    """Whether a step count is one number, or one for each rank; see ``StackedByRank``."""
+    is_one = not isinstance(step, (Tensor, FlatPart)) or len(step.shape) == 0 or step.shape == (1,)
+    return is_one or (len(step.shape) == 1 and f"({step.shape[0]}, " in parameter)
 
 
 def _kind(value: Any, parameter: str) -> str | None:

@@ -45,7 +45,7 @@ from resumekit.capture.user_state.exclusions import trained_parameters
 from resumekit.capture.user_state.user_state import UserState
 from resumekit.distributed import ranks_of
 from resumekit.errors import DeclarationError
-from resumekit.serialization.sharding import is_sharded, local_part
+from resumekit.serialization.sharding import StackedByRank, is_sharded, local_part
 from resumekit.state import (
     CaptureLine,
     ComponentState,
@@ -154,6 +154,20 @@ def _stage_prefix(stage_group: Any) -> str:
 
 def _pattern_of(stateful: ComponentState) -> SharingPattern:
     return SharingPattern.SHARDED if _is_sharded(stateful) else SharingPattern.REPLICATED
+
+
+def stack_own_tensors(component: StateComponent, ranks: StackedByRank) -> bool:
+    """Lets each rank save what is not sharded of a sharded model or optimizer.
+
+    Returns:
+        Whether it has such parameters; False also where FSDP1 or a process group shards it.
+    """
+    state = component.state
+    state = state.weights or state if isinstance(state, ObjectState) else state
+    if component.process_group is not None or type(state) not in (ModelState, OptimizerState):
+        return False
+    assert isinstance(state, ModelState | OptimizerState)
+    return state.stack(ranks)
 
 
 def _is_sharded(stateful: ComponentState) -> bool:

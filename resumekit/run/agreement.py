@@ -289,17 +289,19 @@ class Replicas:
                 if len(set(said.values())) == 1:
                     continue
                 part = f"{component.key}: {name}"
+                key, remedy = component.key, "declare the component per_rank"
+                is_whole = group == WHOLE and component.process_group is None
+                if is_sharded and not is_whole:
+                    remedy = "pass validate='off' to save one of them"
+                elif is_sharded or component.sharing_pattern is SharingPattern.REPLICATED:
+                    remedy = f'pass per_rank={{"{key}"}} (resumekit run: --per-rank {key})'
                 if is_sharded:
                     raise RankDisagreementError(
                         part if group == WHOLE else f"{part} {box}",
                         found=f"copies that differ ({who_said(said)})",
                         expected="the same on all ranks that hold it",
-                        remedy="Synchronise it, or pass validate='off' to save one of them",
+                        remedy=f"Synchronise it, or {remedy}",
                     )
-                remedy = "declare the component per_rank"
-                if component.sharing_pattern is SharingPattern.REPLICATED:
-                    key = component.key
-                    remedy = f'pass per_rank={{"{key}"}} (resumekit run: --per-rank {key})'
                 raise RankDisagreementError(
                     part,
                     found=f"replicated, but ranks differ ({who_said(said)})",

@@ -17,7 +17,11 @@ from resumekit.capture.ddp_buckets import bucket_components
 from resumekit.capture.gradients import AccumulatedGradients, gradient_states, require_gradients
 from resumekit.capture.objects import Extras
 from resumekit.capture.optimizer import OptimizerState
-from resumekit.capture.slots import parameter_components, uncaptured_parameters
+from resumekit.capture.slots import (
+    parameter_components,
+    stack_own_tensors,
+    uncaptured_parameters,
+)
 from resumekit.capture.user_state.attributes import Holder, ValueSlot
 from resumekit.capture.user_state.user_state import UserState
 from resumekit.capture.user_state.value_types import is_user_object
@@ -31,6 +35,7 @@ from resumekit.run.options import Options, is_per_rank, names_component
 from resumekit.run.progress import BestSelection, Counters
 from resumekit.run.randomness import RandomState
 from resumekit.serialization.planning import encode_local
+from resumekit.serialization.sharding import StackedByRank
 from resumekit.state import (
     CaptureLine,
     SharingPattern,
@@ -80,6 +85,7 @@ class RunComponents:
         options: of the run.
         extras: the user's live dict.
         generators: private random generators by name.
+        rank: of this process.
         num_ranks: of the job; in one process the option ``per_rank`` changes nothing.
 
     Attributes:
@@ -99,10 +105,11 @@ class RunComponents:
         extras: dict[str, Any],
         generators: Mapping[str, Any],
         *,
+        rank: int = 0,
         num_ranks: int = 1,
     ) -> None:
         self._options = options
-        self._num_ranks = num_ranks
+        self._ranks = StackedByRank(rank, num_ranks)
         self.per_rank: set[str] = set()
         self._extras, self._generators = extras, generators
         self.counters = Counters()
@@ -150,7 +157,7 @@ class RunComponents:
             gradients: the keys of gradients that the checkpoint holds.
 
         Raises:
-            ConfigurationError: ``per_rank`` names a component that is sharded.
+            ConfigurationError: ``per_rank`` names a component that is sharded as a whole.
         """
         options, given = self._options, {each.key for each in components}
         derived = (*bucket_components(components), *parameter_components(components))
@@ -223,8 +230,10 @@ class RunComponents:
     def _with_option(self, components: Iterable[StateComponent]) -> tuple[StateComponent, ...]:
         """The components; of those that ``per_rank`` names each rank has its own state.
 
+        Of a sharded one each rank has its own values of what is not sharded.
+
         Raises:
-            ConfigurationError: one of them is sharded, or shared within groups.
+            ConfigurationError: one of them is sharded as a whole, or shared within groups.
         """
         found: list[StateComponent] = []
         for each in components:
@@ -232,17 +241,19 @@ class RunComponents:
             if not is_per_rank(self._options.per_rank, each.key) or pattern is _PER_RANK:
                 found.append(each)
                 continue
-            if pattern not in (SharingPattern.GLOBAL, SharingPattern.REPLICATED):
+            is_whole = pattern in (SharingPattern.GLOBAL, SharingPattern.REPLICATED)
+            if not (is_whole or stack_own_tensors(each, self._ranks)):
                 raise ConfigurationError(
                     "per_rank",
                     found=f"{each.key} is {SharingPattern(pattern).value}",
-                    expected="components with one state for all ranks",
+                    expected="components with one state for all ranks, or unsharded parameters",
                     remedy="Leave it out: each rank or group saves its part",
                 )
-            if self._num_ranks > 1:
+            if self._ranks.num_ranks > 1:
                 self.per_rank.add(each.key)
                 # The files of a model describe one state of all ranks.
-                each = replace(each, sharing_pattern=_PER_RANK, files=None)
+                pattern = _PER_RANK if is_whole else pattern
+                each = replace(each, sharing_pattern=pattern, files=None)
             found.append(each)
         return tuple(found)
 

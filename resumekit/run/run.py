@@ -159,8 +159,13 @@ class RunState:
         is_scratch = self.directory != directory
         self.options = options = options.without_mirrors() if is_scratch else options
         self.world = World.current(timeout_seconds=options.agreement_timeout_seconds)
-        num_ranks = self.world.world_size
-        self.owned = owned = RunComponents(options, extras, generators, num_ranks=num_ranks)
+        self.owned = owned = RunComponents(
+            options,
+            extras,
+            generators,
+            rank=self.world.rank,
+            num_ranks=self.world.world_size,
+        )
         self.counters, self.position, self.rng = owned.counters, owned.position, owned.rng
         self.selection, self.variables = owned.selection, owned.variables
         self.given = components

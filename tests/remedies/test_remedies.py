@@ -370,9 +370,6 @@ _REASONS = {
         'Pass process_group=dist.new_group(backend="gloo") to async_save and to StorageWriter',
         "Save on all ranks that hold a part, without no_dist=True",
     ),
-    "integration/user_scripts/test_sharded_moments.py follows it": (
-        'pass per_rank={"{}"} (resumekit run: --per-rank {})',
-    ),
     "the error needs a process that dies, a race or a slow disk": (
         "Start the job again: it continues from its newest checkpoint",
         "End this process, and start it again when nothing changes the checkpoint",

@@ -443,6 +443,7 @@ class Finder:
         found = Found(name, reader, {}, former, {}, deferral, renames)
         for key in models_first(sharded):
             live = components.get(key)
+            self.sources.check_option(sharded[key], reader.manifest)
             in_stages = key in self.membership and self.membership.is_in_stages(live)
             found.states[key], found.left[key] = read_sharded_component(
                 reader,

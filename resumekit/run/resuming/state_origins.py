@@ -73,10 +73,7 @@ class StateOrigins:
             CorruptCheckpointError: the manifest's data-parallel ranks make no sense.
             StateMismatchError: the ranks or groups are others, and that is not allowed.
         """
-        recorded = manifest.details.get(PER_RANK_KEYS)
-        was_named = isinstance(recorded, list) and record.key in recorded
-        if was_named or record.pattern in _OF_THE_JOB:
-            self._check_option(record, manifest, was_named=was_named)
+        was_named = self.check_option(record, manifest)
         if record.pattern in _OF_THE_JOB:
             return StateOrigin(record.writers, (0,), WorldChange(0, 1, 1))
         if record.pattern == SharingPattern.PER_RANK.value:
@@ -96,13 +93,21 @@ class StateOrigins:
         change = WorldChange(ordinal, len(groups), len(record.groups))
         return StateOrigin(record.writers, numbers, change)
 
-    def _check_option(
-        self, record: ComponentRecord, manifest: Manifest, *, was_named: bool
-    ) -> None:
-        """Raises StateMismatchError where the option ``per_rank`` leaves a rank without its state.
+    def check_option(self, record: ComponentRecord, manifest: Manifest) -> bool:
+        """Checks that the option ``per_rank`` leaves no rank without its state.
 
         One state of all ranks is that of each rank, as long as their number is the same.
+
+        Returns:
+            Whether the option named the component when it was saved.
+
+        Raises:
+            StateMismatchError: a rank would have none.
         """
+        recorded = manifest.details.get(PER_RANK_KEYS)
+        was_named = isinstance(recorded, list) and record.key in recorded
+        if not was_named and record.pattern not in _OF_THE_JOB:
+            return False
         now, then = self.world.world_size, manifest.world_size
         is_named = is_per_rank(self.per_rank, record.key)
         fits = is_named and now == then if was_named else not is_named or now in (1, then)
@@ -115,6 +120,7 @@ class StateOrigins:
                 remedy=f"Launch with {then} ranks{option}, or pass "
                 f"exclude={{{record.key!r}}} to keep its live state",
             )
+        return was_named
 
     def _of_ranks(
         self, record: ComponentRecord, manifest: Manifest, *, by_data: bool
