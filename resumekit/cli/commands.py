@@ -276,7 +276,7 @@ def export(
         ),
     ] = "safetensors",
     weights: Annotated[
-        str | None, typer.Option(metavar="KIND", help="model, or ema: the averaged weights.")
+        str | None, typer.Option(metavar="KIND", help="model, train, or ema: the averaged weights.")
     ] = None,
     component: Annotated[
         str | None, typer.Option(metavar="KEY", help="Which model, if there are several.")

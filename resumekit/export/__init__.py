@@ -46,7 +46,9 @@ def export_model(
             state dict for ``torch.load``. ``"dcp"``: a directory for
             ``torch.distributed.checkpoint.load``. The last two hold pickles, which their readers
             need; they take twice the size on the disk meanwhile.
-        weights: ``"model"``, or ``"ema"``: the averaged weights, under the names of the model.
+        weights: ``"model"``: those with which the model is evaluated. ``"train"``: those that are
+            trained, which are others with a schedule-free optimizer. ``"ema"``: the averaged
+            weights, under the names of the model.
         key: of the component, where the checkpoint has several.
         dtype: ``"fp32"``: fp16 and bf16 become fp32, which loses nothing, and other types stay.
             ``"bf16"`` or ``"fp16"``: floating-point tensors are rounded to it. ``"as-trained"``:

@@ -20,7 +20,7 @@ from resumekit.export.formats import (
     write_model,
 )
 from resumekit.export.stored_run import StoredRun
-from resumekit.export.weights import MODEL, Weights
+from resumekit.export.weights import TRAIN, Weights
 from resumekit.state import Slot
 
 
@@ -258,7 +258,7 @@ def _weights(run: StoredRun, key: str | None) -> Weights:
     Raises:
         StateMismatchError: there is no such model, or it has tensors made of others.
     """
-    weights = Weights(run.step, MODEL, key)
+    weights = Weights(run.step, TRAIN, key)
     if weights.parts:
         raise StateMismatchError(
             f"{run.step.name}: {weights.record.key}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -29,11 +30,31 @@ AS_TRAINED = "as-trained"
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPES = (*_TYPES, AS_TRAINED)
 
-MODEL, EMA = Slot.MODEL.value, Slot.EMA.value
-KINDS = (MODEL, EMA)
+MODEL, TRAIN, EMA = Slot.MODEL.value, "train", Slot.EMA.value
+KINDS = (MODEL, TRAIN, EMA)
 
 _TypeOf = Callable[[str], torch.dtype | None]
-_Stored = StoredTensor | Tensor  # the latter: one that shares memory with another one
+
+
+@dataclass(frozen=True, eq=False)
+class _ScheduleFree:
+    """The weights with which a schedule-free optimizer evaluates, while it trains others.
+
+    Args:
+        trained: the weights of the model.
+        base: those of the sequence ``z`` of the optimizer.
+        weight: of ``base``.
+
+    Source: schedulefree 1.4 adamw_schedulefree.py, ``eval``.
+    """
+
+    trained: StoredTensor
+    base: StoredTensor
+    weight: float
+
+
+_Whole = StoredTensor | Tensor  # the latter: one that shares memory with another one
+_Stored = _Whole | _ScheduleFree
 
 _BATCH_BYTES = 16 << 20  # of small tensors that are read together
 
@@ -70,7 +91,7 @@ class Tensors:
     def _leaf(self, name: str) -> Leaf:
         element = element_type(self._types[name])
         assert element is not None  # of a tensor that was stored, or one of _TYPES
-        return Leaf(b"", element, tuple(self._tensors[name].shape))
+        return Leaf(b"", element, tuple(_trained(self._tensors[name]).shape))
 
     def arranged(self, names: Sequence[str]) -> tuple[TensorRecord, ...]:
         """Where each tensor is in a file with these."""
@@ -87,18 +108,25 @@ class Tensors:
             yield from self._read(batch)
 
     def _read(self, names: Sequence[str]) -> Iterator[Tensor]:
-        stored = {
-            tensor: Box.whole(tensor.shape)
-            for tensor in map(self._tensors.get, names)
-            if isinstance(tensor, StoredTensor)
-        }
+        tensors = [self._tensors[name] for name in names]
+        bases = [each.base for each in tensors if isinstance(each, _ScheduleFree)]
+        wanted = [
+            each for each in (*map(_trained, tensors), *bases) if not isinstance(each, Tensor)
+        ]
+        stored = {each: Box.whole(each.shape) for each in wanted}
         read = dict(zip(stored, read_boxes([*stored.items()]), strict=True))
-        for name in names:
-            value = self._tensors[name]
-            if isinstance(value, StoredTensor):
-                memory, dtype = read[value], value.element.dtype
-                value = retyped(memory, dtype, 0, value.shape, memory.stride())
-            yield _cast(name, value, self._types[name])
+
+        def value(stored: _Whole) -> Tensor:
+            if isinstance(stored, Tensor):
+                return stored
+            memory = read[stored]
+            return retyped(memory, stored.element.dtype, 0, stored.shape, memory.stride())
+
+        for name, tensor in zip(names, tensors, strict=True):
+            found = value(_trained(tensor))
+            if isinstance(tensor, _ScheduleFree):
+                found = found.lerp(value(tensor.base), tensor.weight)
+            yield _cast(name, found, self._types[name])
 
 
 class Weights(Tensors):
@@ -106,7 +134,7 @@ class Weights(Tensors):
 
     Args:
         step: the checkpoint.
-        kind: ``"model"``, or ``"ema"``: the averaged weights, under the names of the model.
+        kind: ``"model"``, ``"train"`` or ``"ema"``; see ``export_model``.
         key: of the component, where the checkpoint has several of the kind.
         dtype: see ``export_model``; None: as they are stored.
 
@@ -130,6 +158,8 @@ class Weights(Tensors):
         if kind == EMA:
             model = _record(step, MODEL, self.record.key.replace(EMA, MODEL, 1))
             plain = _as_model(self.record.key, plain, [*_stored(step, model)[0]])
+        elif kind == MODEL:
+            plain |= _evaluated(step, self.record.key, plain)
         types = {name: _type_of(_dtype(each), wanted(name)) for name, each in plain.items()}
         self.parts = [*parts]
         super().__init__(plain | parts, types)
@@ -172,6 +202,26 @@ def _stored(
     return plain, parts, others
 
 
+def _evaluated(
+    step: StepReader, key: str, plain: Mapping[str, _Stored]
+) -> dict[str, _ScheduleFree]:
+    """The weights with which schedule-free optimizers evaluate, by the names of the model."""
+    found: dict[int, _ScheduleFree] = {}
+    for record in step.manifest.components:
+        if record.key.partition("/")[0] != Slot.OPTIMIZER.value or not record.is_of_job:
+            continue
+        stored = open_state(StoredSource.of_record(step, record), partial(merge_stored, record.key))
+        state = stored.state if isinstance(stored.state, Mapping) else {}
+        for group in state.get("param_groups", ()):
+            momentum = group.get("betas", [group.get("momentum")])[0]
+            for name in group["params"] if group.get("train_mode") is True else ():
+                trained = plain.get(name, plain.get(name.removeprefix(f"{key.partition('/')[2]}.")))
+                base = stored.tensors.get(id(state["state"].get(name, {}).get("z")))
+                if base is not None and isinstance(trained, StoredTensor):
+                    found[id(trained)] = _ScheduleFree(trained, base, 1 - 1 / momentum)
+    return {name: found[id(each)] for name, each in plain.items() if id(each) in found}
+
+
 def _as_model(key: str, average: Mapping[str, _Stored], names: Sequence[str]) -> dict[str, _Stored]:
     """The averaged weights under the names of the model, which most averages have in ``module``."""
     begin = "module." if any(f"module.{name}" in average for name in names) else ""
@@ -198,7 +248,12 @@ def _types(step: StepReader, record: ComponentRecord, dtype: str | None) -> _Typ
     return lambda name: None if name in in_fp32 else lower
 
 
+def _trained(stored: _Stored) -> _Whole:
+    return stored.trained if isinstance(stored, _ScheduleFree) else stored
+
+
 def _dtype(stored: _Stored) -> torch.dtype:
+    stored = _trained(stored)
     return stored.dtype if isinstance(stored, Tensor) else stored.element.dtype
 
 
@@ -224,9 +279,9 @@ def _cast(name: str, value: Tensor, wanted: torch.dtype) -> Tensor:
 
 def _record(step: StepReader, kind: str, key: str | None) -> ComponentRecord:
     averages = (each for each in step.manifest.components if each.key.partition("/")[0] == EMA)
-    found = step.manifest.models if kind == MODEL else [e for e in averages if e.is_of_job]
+    found = [e for e in averages if e.is_of_job] if kind == EMA else step.manifest.models
     records = {record.key: record for record in found}
-    wanted = kind if key is None else key
+    wanted = (EMA if kind == EMA else MODEL) if key is None else key
     names = ", ".join(sorted(records)) or f"no {kind}"
     if wanted not in records:
         raise StateMismatchError(

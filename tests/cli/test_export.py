@@ -14,6 +14,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from schedulefree import (
+    AdamWScheduleFree,
+    AdamWScheduleFreeClosure,
+    RAdamScheduleFree,
+    SGDScheduleFree,
+)
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -203,6 +209,43 @@ def test_averaged_weights_have_the_names_of_the_model(tmp_path: Path) -> None:
     assert_has(load_file(tmp_path / "model"), average.module)
 
 
+@pytest.mark.parametrize(
+    "kind", [AdamWScheduleFree, SGDScheduleFree, RAdamScheduleFree, AdamWScheduleFreeClosure]
+)
+def test_weights_are_those_of_the_evaluation(tmp_path: Path, kind: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model[1].weight = model[0].weight
+    model[1].bias.requires_grad_(False)
+    optimizer = kind(model.parameters(), lr=0.1)
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 3)).square().sum()
+        loss.backward()
+        return loss
+
+    train = getattr(optimizer, "train", lambda: None)
+    train()
+    for _ in range(9):  # RAdam begins to move the weights with the sixth
+        if kind is AdamWScheduleFreeClosure:
+            optimizer.step(step)
+        else:
+            step()
+            optimizer.step()
+    with Checkpointer(tmp_path / "run", model=model, optimizer=optimizer) as checkpointer:
+        checkpointer.save()
+    trained = {name: each.clone() for name, each in model.state_dict().items()}
+    getattr(optimizer, "eval", lambda: None)()
+    evaluated = model.state_dict()
+    has_both = kind is not AdamWScheduleFreeClosure  # it has the evaluated ones between its steps
+    assert torch.equal(trained["0.weight"], evaluated["0.weight"]) is not has_both
+    for weights, expected in (("model", evaluated), ("train", trained)):
+        assert export(tmp_path / "run", tmp_path / weights, "--weights", weights) == 0
+        found = load_file(tmp_path / weights)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], each) for name, each in expected.items())
+
+
 def test_averages_of_other_names_are_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -221,7 +264,7 @@ def test_averages_of_other_names_are_an_error(
     ("options", "error"),
     [
         (["--to", "onnx"], "to: 'onnx', expected one of safetensors, pretrained, torch, dcp"),
-        (["--weights", "all"], "weights: 'all', expected one of model, ema"),
+        (["--weights", "all"], "weights: 'all', expected one of model, train, ema"),
         (["--to", "torch", "--max-shard-size", "1GB"], "expected one of safetensors, pretrained"),
         (["--max-shard-size", "0"], "'0': no size"),
         (["--max-shard-size", "big"], "'big': no size"),
