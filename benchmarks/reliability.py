@@ -181,7 +181,7 @@ LIMITS = """## Not tried
 - A power cut of a real machine. Each state of a disk that POSIX allows is made in memory, or a
   sample of them where there are too many.
 - Network file systems with caches of their own (NFS, Lustre), and every system but Linux.
-- A full disk, or another number of ranks, in the soak. Other tests have both, for minutes.
+- A full disk, or another number of ranks, for hours. The soak has both, for less than an hour.
 - Somebody who changes a checkpoint and its checksums: see [SECURITY.md](../SECURITY.md).
 """
 
@@ -284,9 +284,9 @@ def _table(faults: Sequence[Fault], found: dict[str, Count]) -> Iterator[str]:
 
 
 def _soak(results: Path) -> Iterator[str]:
-    """The newest rows of each kind."""
+    """Each kind with the kills of all its seeds; of a seed the newest row counts."""
     records = sorted(results.glob("*-soak.md"))
-    rows = {row.kind: (row, record) for record in records for row in rows_of(record)}
+    rows = {(row.kind, row.seed): (row, record) for record in records for row in rows_of(record)}
     if not rows:
         yield "Not run."
         return
@@ -294,16 +294,29 @@ def _soak(results: Path) -> Iterator[str]:
     yield (
         "`nox -s soak` kills small trainings at random times, all processes at once, and launches "
         f"the same command again. {num_kills} kills ended with the bits and the samples of the "
-        "uninterrupted run."
+        "uninterrupted run; where the number of ranks changes, with its samples, and with its "
+        "weights but for rounding."
     )
     yield ""
-    yield _line(
-        ["training", "ranks", "kills", "steps", "verdict", "samples", "directory", "record"]
-    )
-    yield _line(["---"] * 8)
-    for row, record in rows.values():
-        cells = (row.kind, row.ranks, row.kills, row.steps, row.verdict, row.ledger, row.directory)
-        yield _line([*cells, _link(record)])
+    header = ["training", "ranks", "kills", "steps", "verdict", "samples", "directory", "of it"]
+    yield _line([*header, "record"])
+    yield _line(["---"] * 9)
+    for kind in dict.fromkeys(kind for kind, _ in rows):
+        found = [each for (name, _), each in rows.items() if name == kind]
+        of_kind = [row for row, _ in found]
+        columns = zip(*(row[3:] for row in of_kind), strict=True)
+        _, steps, verdicts, ledgers, _, _, _, notes = map(_each_once, columns)
+        yield _line(
+            [
+                *(kind, of_kind[0].ranks, str(sum(int(row.kills) for row in of_kind))),
+                *(steps, verdicts, ledgers, of_kind[-1].directory, notes),
+                " ".join(dict.fromkeys(_link(record) for _, record in found)),
+            ]
+        )
+
+
+def _each_once(values: Sequence[str]) -> str:
+    return ", ".join(dict.fromkeys(filter(None, values)))
 
 
 def _link(record: Path) -> str:
