@@ -29,7 +29,6 @@ COMMANDS = {
     "accelerate": [*MODULE, *ACCELERATE, "train_accelerate.py"],
     "deepspeed": [*MODULE, *DEEPSPEED, "train_deepspeed.py"],
 }
-FULL = ("python", "accelerate", "deepspeed")
 EPOCHS = {"deepspeed": "6"}
 
 
@@ -72,9 +71,8 @@ def contents(directory: Path) -> dict[str, str]:
     return {each.path: each.digest for each in tensors}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=[pytest.mark.full] * (each in FULL)) for each in COMMANDS]
-)
+@pytest.mark.quick("python")
+@pytest.mark.parametrize("name", COMMANDS)
 def test_the_ranks_save_and_end_with_a_killed_supervisor(tmp_path: Path, name: str) -> None:
     killed, whole, log = tmp_path / "killed" / "run", tmp_path / "whole" / "run", tmp_path / "log"
     with log.open("wb") as file:

@@ -27,6 +27,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.quick("Trainer-70*", "Accelerate-70*", "Lightning-70*")  # DeepSpeed takes longest
 @pytest.mark.parametrize(
     ("first", "apart"), [(70, 1499), pytest.param(3, 23, marks=pytest.mark.full)]
 )

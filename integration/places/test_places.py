@@ -139,6 +139,7 @@ def kill_at_random(server: Server, directory: Path, seed: int) -> list[str]:
     return half_copies(server.place_of(seed))
 
 
+@pytest.mark.quick("two-s3")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_kills", FEW_OR_FIFTY)
 def test_a_wiped_disk_during_an_upload_continues_from_the_newest_whole_copy(
@@ -194,6 +195,7 @@ def disturb_at_random(server: Server, directory: Path, seed: int) -> tuple[str, 
     return text, float(text.split("longest ")[1].split()[0])
 
 
+@pytest.mark.quick("two-s3")
 @pytest.mark.parametrize("kind", ["s3", "sftp"])
 @pytest.mark.parametrize("num_trials", FEW_OR_FIFTY)
 def test_a_server_that_is_killed_or_stopped_during_an_upload_delays_no_step(
@@ -228,6 +230,7 @@ def test_a_training_that_waits_for_its_mirror_is_seen_to_wait(
     assert float(text.split("longest ")[1].split()[0]) > LONGEST_STEP_SECONDS
 
 
+@pytest.mark.quick("s3")
 @pytest.mark.parametrize("kind", ["s3", "sftp"])
 def test_a_server_that_is_killed_and_restarted_has_all_copies_in_the_end(
     kind: str, serve: Callable[[str], Server], tmp_path: Path, reference: str
@@ -246,6 +249,7 @@ def test_a_server_that_is_killed_and_restarted_has_all_copies_in_the_end(
     assert max(open_client(Place(server.place)).names()).step == STEPS
 
 
+@pytest.mark.quick("s3")
 @pytest.mark.parametrize("kind", ["s3", "sftp"])
 def test_a_server_that_stalls_for_ever_delays_only_the_exit_and_only_by_the_flush(
     kind: str, serve: Callable[[str], Server], tmp_path: Path, reference: str
@@ -265,6 +269,7 @@ def test_a_server_that_stalls_for_ever_delays_only_the_exit_and_only_by_the_flus
     assert half_copies(server.place) == []
 
 
+@pytest.mark.quick("s3")
 @pytest.mark.parametrize("kind", ["s3", "sftp"])
 def test_the_commands_copy_both_ways_and_no_file_shows_the_password(
     kind: str, serve: Callable[[str], Server], tmp_path: Path
@@ -295,6 +300,7 @@ def test_the_commands_copy_both_ways_and_no_file_shows_the_password(
         assert SECRET.encode() not in path.read_bytes()
 
 
+@pytest.mark.quick("20")
 @pytest.mark.parametrize("num_blocks", [1, 20])
 def test_an_upload_that_is_given_up_replaces_no_file(
     num_blocks: int,
