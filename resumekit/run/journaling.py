@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from resumekit.data.position import Feed
-from resumekit.distributed import DataRanks, World
 from resumekit.errors import DivergenceError
 from resumekit.log import logger
 from resumekit.record.comparison import (
@@ -20,11 +19,10 @@ from resumekit.record.comparison import (
     Used,
     compared,
     earlier_use,
-    lineage,
     sum_over_ranks,
     worst,
 )
-from resumekit.record.conditions import Header, code_digests, environment, settings_digest
+from resumekit.record.conditions import Header
 from resumekit.record.journal import (
     BEGIN,
     DIRECTORY,
@@ -51,11 +49,6 @@ from resumekit.record.step_values import (
     plain_loss,
     plain_rates,
 )
-from resumekit.run.components import RunComponents
-from resumekit.run.options import Options
-from resumekit.run.resuming.compatibility import frameworks_in
-from resumekit.storage.manifest import Manifest
-from resumekit.storage.store import Store
 
 # Above this many ranks rank 0 alone keeps a journal.
 MAX_RANKS = 64
@@ -381,54 +374,3 @@ class RunJournal:
             verdict = comparison.verdict
             log = logger.info if verdict.num_steps else logger.debug
             log("%s", verdict)
-
-
-def header_of_attempt(
-    store: Store,
-    world: World,
-    data_ranks: DataRanks,
-    owned: RunComponents,
-    options: Options,
-    *,
-    fingerprint: Mapping[str, Any],
-    parent: Manifest | None,
-    fresh: Collection[str],
-) -> Header:
-    """The header of this attempt's journal, its number apart.
-
-    Args:
-        store: of the run.
-        world: its ranks.
-        data_ranks: the data-parallel rank of each.
-        owned: the components.
-        options: of the run.
-        fingerprint: its settings.
-        parent: of the checkpoint that it resumes from, or None.
-        fresh: keys of the components that this checkpoint lacks.
-    """
-    share = data_ranks.of_ranks[world.rank]
-    header = Header(
-        run_id=store.run_id,
-        attempt=store.attempt,
-        number=0,
-        rank=world.rank,
-        world_size=world.world_size,
-        share=share,
-        writes_share=data_ranks.first_ranks[share] == world.rank,
-        lineage=(),
-        resumed_step=None if parent is None else parent.step,
-        options={
-            "randomness": options.randomness,
-            "mid_accumulation": options.mid_accumulation,
-            "horizon": dict(owned.counters.horizon),
-            "framework": sorted(frameworks_in(owned.all)),
-            "settings": settings_digest(fingerprint),
-        },
-        geometry=owned.position.geometry(),
-        code=code_digests(),
-        environment=environment(owned.optimizers()),
-        excluded=(*(sorted(options.exclude) if parent else ()), *fresh),
-        fed_by=owned.position.fed_by,
-    )
-    earlier = lineage(store.directory, header, parent.attempt if parent else None)
-    return replace(header, lineage=earlier)

@@ -22,8 +22,14 @@ from resumekit.capture.fingerprint import fingerprint
 from resumekit.distributed import DataRanks, World
 from resumekit.log import show_messages
 from resumekit.places.mirror import Mirror
-from resumekit.record.comparison import Comparison, replayed
-from resumekit.record.conditions import Header, initialize_vector_math
+from resumekit.record.comparison import Comparison, lineage, replayed
+from resumekit.record.conditions import (
+    Header,
+    code_digests,
+    environment,
+    initialize_vector_math,
+    settings_digest,
+)
 from resumekit.record.journal import DIRECTORY, Record, find_attempts
 from resumekit.record.step_values import RandomStates
 from resumekit.record.trace import StateEvent, Trace, relocated
@@ -31,9 +37,10 @@ from resumekit.replay_plan import ReplayPlan
 from resumekit.run.agreement import ComponentGroups, Replicas
 from resumekit.run.components import RunComponents
 from resumekit.run.discovery import Discovery
-from resumekit.run.journaling import RunJournal, header_of_attempt
+from resumekit.run.journaling import RunJournal
 from resumekit.run.options import Options
 from resumekit.run.report import Reporter, ResumeReport
+from resumekit.run.resuming.compatibility import frameworks_in
 from resumekit.run.resuming.finder import Finder, Found
 from resumekit.run.resuming.loading import RestoredState
 from resumekit.run.saving.in_flight import SaveInFlight
@@ -290,19 +297,9 @@ class RunState:
         """
         counters, running = self.counters, self.running
         if self.journal.is_new:
-            header = header_of_attempt(
-                running.store,
-                self.world,
-                running.data_ranks,
-                self.owned,
-                self.options,
-                fingerprint=running.agreed.fingerprint,
-                parent=running.parent,
-                fresh=running.report.fresh,
-            )
             self.journal.open(
                 counters.step,
-                header,
+                self._header(running),
                 optimizers=self.owned.optimizers(),
                 random_states=RandomStates(self.owned.recorded_generators()),
             )
@@ -313,6 +310,37 @@ class RunState:
             is_whole=counters.saw_whole_step,
             loss=loss,
         )
+
+    def _header(self, running: Running) -> Header:
+        """The header of this attempt's journal, its number apart."""
+        world, owned, options = self.world, self.owned, self.options
+        store, data_ranks, parent = running.store, running.data_ranks, running.parent
+        share = data_ranks.of_ranks[world.rank]
+        header = Header(
+            run_id=store.run_id,
+            attempt=store.attempt,
+            number=0,
+            rank=world.rank,
+            world_size=world.world_size,
+            share=share,
+            writes_share=data_ranks.first_ranks[share] == world.rank,
+            lineage=(),
+            resumed_step=None if parent is None else parent.step,
+            options={
+                "randomness": options.randomness,
+                "mid_accumulation": options.mid_accumulation,
+                "horizon": dict(owned.counters.horizon),
+                "framework": sorted(frameworks_in(owned.all)),
+                "settings": settings_digest(running.agreed.fingerprint),
+            },
+            geometry=owned.position.geometry(),
+            code=code_digests(),
+            environment=environment(owned.optimizers()),
+            excluded=(*(sorted(options.exclude) if parent else ()), *running.report.fresh),
+            fed_by=owned.position.fed_by,
+        )
+        earlier = lineage(store.directory, header, parent.attempt if parent else None)
+        return replace(header, lineage=earlier)
 
     def trace_state(
         self,
