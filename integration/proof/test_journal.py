@@ -9,10 +9,10 @@ from __future__ import annotations
 import importlib
 
 import pytest
+from journals import worst_verdict
 from preloads import ALL
 
 from resumekit.testing import ConformanceSuite, Kit
-from resumekit.testing.trace_checks import worst_verdict
 
 PRELOAD = ALL
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from journals import worst_verdict
 from official_scripts import MODULE
 
 from resumekit.launcher.processes import Launch, kill_processes
@@ -24,7 +25,6 @@ from resumekit.record.comparison import StepsVerdict
 from resumekit.record.trace import INJECT_VARIABLE
 from resumekit.testing.launchers import ForkServer, distributed_environment, free_port
 from resumekit.testing.task import Task, load_function, target_of
-from resumekit.testing.trace_checks import worst_verdict
 
 # Read by scripts/judged_script.py, which must not import this.
 RECORDS_VARIABLE = "SCRIPT_RECORDS"

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from journals import worst_verdict
 from judge import Judge, Verdict, assert_verdict
 from preloads import LIGHTNING, TORCH
 from reviewed_launches import KilledLaunches
 
 from resumekit.record.comparison import verdicts
 from resumekit.record.journal import DIRECTORY
-from resumekit.testing.trace_checks import worst_verdict
 
 # Saved after step 10, inside an epoch, and killed after 14: four steps are repeated.
 KILL, SAVE_EVERY = 14, 5

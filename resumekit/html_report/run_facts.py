@@ -79,7 +79,6 @@ class AttemptFacts:
         num_lost_steps: the steps that the next attempt trained again; None for the newest attempt.
         lost_seconds: the time after the save that the next attempt resumed from; None where that is
             not recorded.
-        num_missing_files: ranks without a journal file that can be read.
     """
 
     header: Header
@@ -96,7 +95,6 @@ class AttemptFacts:
     costs: tuple[Event, ...] = ()
     num_lost_steps: int | None = None
     lost_seconds: float | None = None
-    num_missing_files: int = 0
     ending: str = ""
 
     @property
@@ -221,17 +219,16 @@ def _attempts(directory: Path, problems: list[str]) -> tuple[AttemptFacts, ...]:
         return ()
     for name in sorted(names - {each.path.name for each in files}):
         problems.append(f"{directory.name}/{name}: no valid header")
-    by_number: dict[int, list[Attempt]] = {}
-    for each in files:
-        by_number.setdefault(each.header.number, []).append(each)
-    first_ranks = [min(each, key=lambda file: file.header.rank) for each in by_number.values()]
+    by_number: dict[int, Attempt] = {}
+    for each in files:  # by attempt and rank, ascending
+        by_number.setdefault(each.header.number, each)
+    first_ranks = list(by_number.values())
     found: list[AttemptFacts] = []
     costs: tuple[Event, ...] = ()
     for index, attempt in enumerate(first_ranks):
         later = first_ranks[index + 1].header if index + 1 < len(first_ranks) else None
-        num_missing = attempt.header.world_size - len(by_number[attempt.header.number])
         try:
-            facts = _attempt(attempt, first_ranks[:index], later, num_missing)
+            facts = _attempt(attempt, first_ranks[:index], later)
             costs += facts.costs
             if later is not None:
                 facts = replace(facts, lost_seconds=_lost_seconds(facts, later, costs))
@@ -266,9 +263,7 @@ def _with_verdict(attempt: AttemptFacts, found: Mapping[str, Any]) -> AttemptFac
     return replace(attempt, verdict=text, is_different=True)
 
 
-def _attempt(
-    attempt: Attempt, earlier: list[Attempt], later: Header | None, num_missing: int
-) -> AttemptFacts:
+def _attempt(attempt: Attempt, earlier: list[Attempt], later: Header | None) -> AttemptFacts:
     records = attempt.records()
     steps = [record.step for record in records if record.kind == STEP]
     last = max(steps, default=None)
@@ -299,7 +294,6 @@ def _attempt(
         ending=_ending(latest),
         costs=tuple(each for each in events if each.kind == SAVED),
         num_lost_steps=lost,
-        num_missing_files=num_missing,
     )
 
 

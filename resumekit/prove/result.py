@@ -182,11 +182,6 @@ def _short(text: str) -> str:
     return f"{text[:12]}…" if is_digest else text
 
 
-def missing(values: Mapping[str, Any], name: str) -> str:
-    """The described value under a name, or ``absent``."""
-    return describe(values[name]) if name in values else "absent"
-
-
 class Outcome(str, Enum):
     """The answer of one trial."""
 

@@ -277,7 +277,7 @@ class RunJournal:
 
     def note_save(self, step: int, *, blocked_seconds: float, background_seconds: float) -> None:
         """Records what the save at a step has cost this rank."""
-        self._write_event(Event.now(SAVED, step, blocked_seconds, background_seconds))
+        self._append(Event.now(SAVED, step, blocked_seconds, background_seconds).to_bytes())
 
     def close(self) -> None:
         """Records what devices have still to deliver, logs the verdict, and closes the file."""
@@ -294,7 +294,7 @@ class RunJournal:
 
     def write_end(self) -> None:
         """Records that the process ends, and why, and closes the file."""
-        self._write_event(Event.now(END, self._last_step, ending=self.ending))
+        self._append(Event.now(END, self._last_step, ending=self.ending).to_bytes())
         self._end()
 
     def _end(self) -> None:
@@ -306,10 +306,7 @@ class RunJournal:
 
     def _write(self, records: Sequence[Record], *, may_raise: bool = True) -> None:
         assert self._file is not None
-        try:
-            self._file.append(b"".join(map(Record.to_bytes, records)))
-        except OSError as error:
-            self._switch_off(error)
+        self._append(b"".join(map(Record.to_bytes, records)))
         if self._observer is not None:
             for record in records:
                 self._observer(self._header, record)
@@ -317,10 +314,10 @@ class RunJournal:
             for record in records:
                 self._compare(self._comparison, record, may_raise=may_raise)
 
-    def _write_event(self, event: Event) -> None:
+    def _append(self, data: bytes) -> None:
         if self._file is not None:
             try:
-                self._file.append(event.to_bytes())
+                self._file.append(data)
             except OSError as error:
                 self._switch_off(error)
 

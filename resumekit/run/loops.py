@@ -25,7 +25,7 @@ from resumekit.run.progress import OwnLoop, Progress
 from resumekit.run.report import ResumeReport
 from resumekit.run.resume import accept_horizon, enter, find
 from resumekit.run.steps_taken import CAUGHT, report_if_caught
-from resumekit.state import CaptureLine, Slot
+from resumekit.state import Slot
 
 _Given = TypeVar("_Given")
 
@@ -364,10 +364,6 @@ class FrameworkLoop:
     def goes_on_after_end(self) -> bool:
         """Whether the run had finished, and is to go further now."""
         return self._had_finished and self.finished is None
-
-    def add_finding(self, finding: Callable[[], Iterable[CaptureLine]]) -> None:
-        """Asks for more lines whenever a capture report is made."""
-        self._loop.run.reporter.add_finding(finding)
 
     def set_log_holders(self, holders: Callable[[], Iterable[Any]]) -> None:
         """Sets what the framework logs with, see ``Trackers.holders``."""

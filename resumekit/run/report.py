@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 from resumekit.cadence import SaveInterval, parse_cadence
@@ -143,10 +142,9 @@ class Reporter:
         """Asks for more lines whenever a report is made, in the order of these calls.
 
         Args:
-            finding: a function, or a method, whose object is referred to weakly.
+            finding: a method, whose object is referred to weakly.
         """
-        is_method = isinstance(finding, MethodType)
-        self._findings.append(weakly(finding, ()) if is_method else finding)
+        self._findings.append(weakly(finding, ()))
 
     # ---------------------------------------------------------------- fidelity
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from resumekit.record.comparison import AttemptVerdict, verdicts
+from resumekit.record.comparison import verdicts
 from resumekit.record.journal import DIRECTORY
 from resumekit.record.moments import CHECKPOINT, END, STEP, read_trace, records_of, steps_of
 from resumekit.storage.directories import MANIFEST
@@ -80,10 +80,3 @@ def journal_problem(directory: Path) -> str:
                 header = one.header
                 return f"journal of attempt {header.number}, rank {header.rank}: {one.verdict}"
     return ""
-
-
-def worst_verdict(directory: Path) -> AttemptVerdict | None:
-    """The worst verdict in the journals below a directory; None without an attempt that resumed."""
-    words = ("different", "not comparable", "identical", "nothing repeated")
-    found = [one for path in directory.rglob(DIRECTORY) for one in verdicts(path)]
-    return min(found, key=lambda one: words.index(one.verdict.word), default=None)
