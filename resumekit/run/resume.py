@@ -181,7 +181,7 @@ def _load(run: RunState, searched: Searched, agreed: Agreed, asked: Mapping[str,
         run.owned.gradients_resumed(found.states.keys())
         agreed.replicas.check_after_resume()
         report = replace(report, finished=run.counters.finished)
-        restored = RestoredState(loading, searched.finder, is_driven=run.is_driven)
+        restored = RestoredState(loading, is_driven=run.is_driven)
     latest = None if found is None else str(found.name)
     num_here, memory = searched.finder.buffer.num_ranks_here, run.options.memory
     if memory is not None:
@@ -203,9 +203,14 @@ def _start(run: RunState, searched: Searched, agreed: Agreed) -> ResumeReport:
 
 
 def _loading(run: RunState, found: Found, searched: Searched, agreed: Agreed) -> Loading:
-    members = agreed.membership
-    origins = _origins(run, searched.data_ranks, members)
-    return Loading(found, run.world, run.options, run.components, members, origins)
+    finder = replace(
+        searched.finder,
+        components=run.components,
+        checked=run.components,
+        membership=agreed.membership,
+        sources=_origins(run, searched.data_ranks, agreed.membership),
+    )
+    return Loading(found, finder)
 
 
 def _causes(run: RunState, found: Found, asked: Mapping[str, Any]) -> list[str]:

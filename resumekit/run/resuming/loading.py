@@ -18,8 +18,7 @@ from resumekit.capture.objects import AttributeState
 from resumekit.data.keyed import SEED, check_randomness
 from resumekit.distributed import World
 from resumekit.errors import StateMismatchError, UnsupportedValueError
-from resumekit.run.agreement import ComponentGroups
-from resumekit.run.options import Options, names_component
+from resumekit.run.options import names_component
 from resumekit.run.report import Reporter, ResumeReport
 from resumekit.run.resuming.compatibility import (
     accept_drift,
@@ -32,7 +31,6 @@ from resumekit.run.resuming.compatibility import (
     regrouped_buffers,
 )
 from resumekit.run.resuming.finder import Finder, Found, adopted, built, models_first
-from resumekit.run.resuming.state_origins import StateOrigins
 from resumekit.serialization.digests import state_digest
 from resumekit.state import (
     AfterResume,
@@ -85,25 +83,18 @@ class Fit:
     fresh: tuple[str, ...]
 
 
-@dataclass(frozen=True)
 class Loading:
     """Brings the components of a run to a checkpoint that was found.
 
     Args:
         found: the checkpoint.
-        world: the ranks.
-        options: the run's.
-        components: the run's, whose objects exist.
-        membership: which ranks share them.
-        sources: whose state each rank loads.
+        finder: reads checkpoints of the run, with the components whose objects exist now.
     """
 
-    found: Found
-    world: World
-    options: Options
-    components: Sequence[StateComponent]
-    membership: ComponentGroups
-    sources: StateOrigins
+    def __init__(self, found: Found, finder: Finder) -> None:
+        self.found, self.finder = found, finder
+        self.world, self.options = finder.world, finder.options
+        self.components = finder.components
 
     def resume(
         self, live: Mapping[str, Any], reporter: Reporter, *, causes: Sequence[str] = ()
@@ -168,7 +159,7 @@ class Loading:
         then = {key: value for key, value in manifest.fingerprint.items() if key not in others}
         changed = () if found.as_given else differences(then, live)
         self.world.everywhere(lambda: accept_drift(changed, components, options, causes=causes))
-        regrouped = regrouped_buffers(manifest, components, self.membership)
+        regrouped = regrouped_buffers(manifest, components, self.finder.membership)
         fresh = check_fit(
             manifest,
             components,
@@ -274,7 +265,7 @@ class Loading:
             if former is None:
                 continue
             record = records[component.key]
-            origin = self.sources.of(record, manifest)
+            origin = self.finder.sources.of(record, manifest)
             if origin.own_number is not None:  # it was not known yet when it was read
                 self.found.states[component.key] = former[origin.own_number]
                 continue
@@ -459,23 +450,15 @@ class RestoredState:
 
     Args:
         loading: that has loaded the checkpoint.
-        finder: that has found it.
         is_driven: a framework runs the loop.
     """
 
-    def __init__(self, loading: Loading, finder: Finder, *, is_driven: bool) -> None:
-        found = loading.found
+    def __init__(self, loading: Loading, *, is_driven: bool) -> None:
+        found, finder = loading.found, loading.finder
         self._name = found.name
         # A revision of its step that is not among them replaces it: this launch has saved it.
         self._known = frozenset(finder.world.on_first(finder.store.step_names))
-        self._finder = replace(
-            finder,
-            components=loading.components,
-            checked=loading.components,
-            membership=loading.membership,
-            sources=loading.sources,
-            renames=found.renames,
-        )
+        self._finder = replace(finder, renames=found.renames)
         self._components: list[StateComponent] = [
             each
             for each in loading.components
@@ -533,14 +516,7 @@ class RestoredState:
         name = self._newest_of_step()
         finder = replace(self._finder, keys=keys)
         finder = finder if name == self._name else replace(finder, renames=None)
-        loading = Loading(
-            finder.read(name),
-            finder.world,
-            finder.options,
-            finder.components,
-            finder.membership,
-            finder.sources,
-        )
+        loading = Loading(finder.read(name), finder)
         loading.load_again(self._given)
         del loading  # its states are in the buffer's memory
         finder.buffer.give_back()
