@@ -43,30 +43,6 @@ RANKS = "ranks"
 _SETTINGS = {"num_samples": "dataset length", "drop_last": "drop_last"}
 
 
-def followed_changes(
-    state: Mapping[str, Any], geometry: Mapping[str, Any], sampler: Mapping[str, Any], where: str
-) -> Iterator[str]:
-    """A line for each setting of the script that differs and is used from the next epoch on.
-
-    Args:
-        state: the saved position, between two epochs.
-        geometry: that of this loader.
-        sampler: its ``sampler_setting``.
-        where: the loader's name.
-    """
-    then = state["geometry"]
-    for key, noun in _SETTINGS.items():
-        if key in then and then[key] != geometry.get(key):
-            yield _line(where, noun, then[key], geometry.get(key), state["epoch"])
-    before = state["sampler"]
-    if before == sampler:
-        return
-    if before["kind"] == sampler["kind"] and before.get("seed") != sampler.get("seed"):
-        yield _line(where, "seed", before.get("seed"), sampler.get("seed"), state["epoch"])
-    else:
-        yield _line(where, "order", _order(before), _order(sampler), state["epoch"])
-
-
 def unused_seeds(
     saved: Mapping[str, Any],
     traits: LoaderTraits,
@@ -102,13 +78,6 @@ def unused_seeds(
                 )
 
 
-def _line(where: str, noun: str, then: Any, now: Any, epoch: int) -> str:
-    return (
-        f"{where}: {noun} was {then}, the script's {now} is used from epoch {epoch} on; "
-        "restore it if that was a mistake"
-    )
-
-
 def _order(sampler: Mapping[str, Any]) -> str:
     kind, seed = sampler["kind"], sampler.get("seed")
     if kind == IN_ORDER:
@@ -131,65 +100,8 @@ _SAMPLERS = {
 }
 
 
-def inherits_order(state: Mapping[str, Any], live_name: Mapping[str, Any], where: str) -> bool:
-    """Whether the epoch continues in an order that the loader's sampler draws in no epoch.
-
-    Another seed of the same sampler is no such thing: that is a setting which was changed. So is
-    another sampler under one framework, but for those by which frameworks shuffle.
-
-    Args:
-        state: the saved position.
-        live_name: the name of the order that the loader's own sampler gives.
-        where: the loader's name, for errors.
-
-    Raises:
-        DataPositionError: under another framework the loader has another sampler, and the order of
-            one of the two has no name.
-    """
-    if not state["batch"]:
-        return False
-    name, framework_changed = state["order_name"], FRAMEWORK_CHANGED in state
-    kinds = {name["kind"], live_name["kind"]}
-    if is_reshared(state) and kinds <= NAMED:
-        return framework_changed
-    if len(kinds) == 1:
-        return framework_changed and name.get("generator") != live_name.get("generator")
-    if kinds <= NAMED and (framework_changed or kinds == _SHUFFLES):
-        return bool(name["length"] == live_name["length"])
-    if framework_changed:
-        raise DataPositionError(
-            where,
-            found=f"the order of {_sampler_noun(live_name)} in this run",
-            expected=f"that of {_sampler_noun(name)}, as in the checkpoint",
-            remedy="Give the loader the same sampler under both frameworks until the epoch is over",
-        )
-    return False
-
-
-def free_geometry(state: Mapping[str, Any], geometry: Mapping[str, Any]) -> frozenset[str]:
-    """What of a loader's geometry goes with its sampler, and may be another one."""
-    free = {"samples_per_rank", "num_batches"}
-    if _sample_generators(state["geometry"]["generators"]) == _sample_generators(
-        geometry["generators"]
-    ):
-        free.add("generators")
-    return frozenset(free)
-
-
 def _sample_generators(generators: Sequence[str]) -> list[str]:
     return [name for name in generators if name.startswith(DATASET_PREFIXES)]
-
-
-def inherited_order_message(
-    state: Mapping[str, Any], live_name: Mapping[str, Any], where: str
-) -> str:
-    """The message that the epoch continues in an order of another sampler."""
-    drawn_by, now = _sampler_noun(state["order_name"]), _sampler_noun(live_name)
-    later = "" if drawn_by == now else f"; the next one is that of {now}"
-    return (
-        f"{where}: epoch {state['epoch']} continues at sample {state['samples']} in the order that "
-        f"{drawn_by} drew{later}"
-    )
 
 
 def _sampler_noun(name: Mapping[str, Any]) -> str:
@@ -273,223 +185,262 @@ class FittedPosition:
     free: frozenset[str] = frozenset()
 
 
-def needed_changes(state: Mapping[str, Any], geometry: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of the changes between a checkpoint's loader and this one."""
-    then = state["geometry"]
-    needed = [BATCH_SIZE] if then.get("batch_size") != geometry.get("batch_size") else []
-    replicas = then.get("num_replicas") != geometry.get("num_replicas")
-    return (*needed, WORLD_SIZE) if replicas or RANKS in state else tuple(needed)
-
-
-def require_allowed(
-    state: Mapping[str, Any],
-    geometry: Mapping[str, Any],
-    *,
-    needed: Sequence[str],
-    allowed: frozenset[str],
-    free: frozenset[str] = frozenset(),
-    where: str,
-) -> None:
-    """Raises DataPositionError when a loader's geometry changed in a way that is not allowed.
+@dataclass(frozen=True)
+class PositionFit:
+    """A checkpoint's position, held against the loader that is to take it up.
 
     Args:
         state: the saved position.
         geometry: of this loader.
-        needed: the changes that this kind of loader can follow.
+        where: its name, for errors.
         allowed: the changes that the user allows.
-        free: keys of the geometry that may change anyway.
-        where: the loader's name.
     """
-    then = state["geometry"]
-    follows = free.union(*(_FOLLOWS[change] for change in needed))
-    changed = [key for key in then if then[key] != geometry.get(key)]
-    fixed = [key for key in changed if key not in follows]
-    missing = [change for change in needed if change not in allowed]
-    if not state["batch"]:  # between two epochs a loader may be another one
-        fixed, missing = [], [change for change in missing if change == WORLD_SIZE]
-    if not fixed and not missing:
-        return
-    pairs = {key: (then[key], geometry.get(key)) for key in fixed}
-    if not fixed:
-        pairs = {_NOUNS[change]: _values(change, state, geometry) for change in missing}
-    option = f", or pass allow_changes={{{', '.join(map(repr, missing))}}}"
-    raise DataPositionError(
-        where,
-        found="; ".join(f"{key} {now!r}" for key, (_, now) in pairs.items()),
-        expected="; ".join(f"{key} {before!r}" for key, (before, _) in pairs.items()),
-        remedy="Restore the former settings of this loader" + ("" if fixed else option),
-    )
+
+    state: Mapping[str, Any]
+    geometry: Mapping[str, Any]
+    where: str
+    allowed: frozenset[str]
+
+    def at_epoch_start(self) -> FittedPosition:
+        """Of a loader whose order cannot be redrawn: it may change between epochs only.
+
+        Raises:
+            DataPositionError: a change is not allowed, or is inside an epoch.
+        """
+        state = self.state
+        needed = (WORLD_SIZE,) if RANKS in state else ()
+        self._require_allowed(needed)
+        if needed and state["batch"] > 0:
+            ranks = f"{state[RANKS][0]} ranks that each went through a loader of their own"
+            self._refuse(ranks, "the end of an epoch", needed)
+        return FittedPosition(self._moved() if needed else dict(state))
+
+    def around(self, inner: FittedPosition) -> dict[str, Any]:
+        """The position of an outer loader whose inner one has followed a change.
+
+        Raises:
+            DataPositionError: something else changed.
+        """
+        self._require_allowed(inner.changes, inner.free)
+        if inner.changes or inner.free:
+            return self._moved()
+        return {key: value for key, value in self.state.items() if key != RANKS}
+
+    def _require_allowed(self, needed: Sequence[str], free: frozenset[str] = frozenset()) -> None:
+        """Raises DataPositionError when a loader's geometry changed in a way that is not allowed.
+
+        Args:
+            needed: the changes that this kind of loader can follow.
+            free: keys of the geometry that may change anyway.
+        """
+        then, geometry = self.state["geometry"], self.geometry
+        follows = free.union(*(_FOLLOWS[change] for change in needed))
+        changed = [key for key in then if then[key] != geometry.get(key)]
+        fixed = [key for key in changed if key not in follows]
+        missing = [change for change in needed if change not in self.allowed]
+        if not self.state["batch"]:  # between two epochs a loader may be another one
+            fixed, missing = [], [change for change in missing if change == WORLD_SIZE]
+        if not fixed and not missing:
+            return
+        pairs = {key: (then[key], geometry.get(key)) for key in fixed}
+        if not fixed:
+            pairs = {_NOUNS[change]: self._values(change) for change in missing}
+        option = f", or pass allow_changes={{{', '.join(map(repr, missing))}}}"
+        raise DataPositionError(
+            self.where,
+            found="; ".join(f"{key} {now!r}" for key, (_, now) in pairs.items()),
+            expected="; ".join(f"{key} {before!r}" for key, (before, _) in pairs.items()),
+            remedy="Restore the former settings of this loader" + ("" if fixed else option),
+        )
+
+    def _values(self, change: str) -> tuple[Any, Any]:
+        """The value in the checkpoint and the one here."""
+        if change == WORLD_SIZE and RANKS in self.state:
+            return self.state[RANKS][0], self.state[RANKS][1]
+        key = "num_replicas" if change == WORLD_SIZE else change
+        return self.state["geometry"].get(key), self.geometry.get(key)
+
+    def _refuse(self, found: str, expected: str, needed: Sequence[str]) -> NoReturn:
+        """Raises for a change that cannot be followed inside an epoch."""
+        changed = " and ".join(_NOUNS[change] for change in needed) or "sampler"
+        epoch = self.state["epoch"]
+        raise DataPositionError(
+            self.where,
+            found=found,
+            expected=f"{expected}, because the {changed} changed inside epoch {epoch}",
+            remedy="Restore the former settings until the epoch is over",
+        )
+
+    def _moved(self) -> dict[str, Any]:
+        """The position in this geometry, without the generators that this loader does not have."""
+        names = self.geometry["generators"]
+
+        def known(random: Mapping[str, Any]) -> dict[str, Any]:
+            kept = {name: each for name, each in random["generators"].items() if name in names}
+            return {**random, "generators": kept}
+
+        moved = known({key: value for key, value in self.state.items() if key != RANKS})
+        moved["geometry"] = dict(self.geometry)
+        if moved.get("before"):
+            moved["before"] = known(moved["before"])
+        if "ahead" in moved:
+            moved["ahead"] = [random and known(random) for random in moved["ahead"]]
+        return moved
 
 
-def fit_position(
-    state: Mapping[str, Any],
-    geometry: Mapping[str, Any],
-    batching: Batching,
-    *,
-    live_name: Mapping[str, Any],
-    allowed: frozenset[str],
-    where: str,
-) -> FittedPosition:
-    """A map-style loader's position, expressed in this run's geometry.
+@dataclass(frozen=True)
+class OrderFit(PositionFit):
+    """The same of a map-style loader, whose order may be divided again.
 
     Args:
-        state: the saved position.
-        geometry: of this loader.
         batching: how this loader divides its order.
         live_name: the name of the order that its own sampler gives.
-        allowed: the changes that the user allows.
-        where: the loader's name.
-
-    Raises:
-        DataPositionError: a change is not allowed, or cannot be followed.
     """
-    needed = needed_changes(state, geometry)
-    inherits = inherits_order(state, live_name, where)
-    free = free_geometry(state, geometry) if inherits else frozenset[str]()
-    require_allowed(state, geometry, needed=needed, allowed=allowed, free=free, where=where)
-    moved = _moved(state, geometry) if needed or inherits else dict(state)
-    position = f"from sample {state['samples']} of epoch {state['epoch']} on"
-    words = []
-    for change in needed:
-        before, now = _values(change, state, geometry)
-        words.append(f"{where}: {_NOUNS[change]} was {before}, this run's {now} is used {position}")
-    if inherits:
-        words.append(inherited_order_message(state, live_name, where))
-        moved["reshared"] = True
-    if not state["batch"]:
-        setting = sampler_setting(live_name)
-        unexpected = tuple(followed_changes(state, geometry, setting, where))
-        return FittedPosition(moved, needed, tuple(words), unexpected)
-    if needed or inherits:
-        _require_redrawable(state, batching, live_name, needed, where)
-    if WORLD_SIZE in needed or (batching.by_batches and (needed or inherits)):
-        moved["reshared"] = True
-    if needed:
-        per_step = batching.batch_size * batching.num_replicas
-        moved["batch"] = max(1, state["samples"] // per_step)  # 0 would be the epoch's start
-    num_batches = _num_batches(moved, batching)
-    return FittedPosition(moved, needed, tuple(words), num_batches=num_batches, free=free)
 
+    batching: Batching
+    live_name: Mapping[str, Any]
 
-def _require_redrawable(
-    state: Mapping[str, Any],
-    batching: Batching,
-    live_name: Mapping[str, Any],
-    needed: Sequence[str],
-    where: str,
-) -> None:
-    """Raises unless the rest of the epoch can be taken out of its order, and divided again."""
-    if batching.sampler is None:
-        hidden = f"the batch sampler {batching.hidden_in}"
-        _refuse(where, hidden, "torch's own BatchSampler", needed, state)
-    if state["draws"]:
-        lazy = f"a {type(batching.sampler).__name__} that draws as it goes"
-        _refuse(where, lazy, "an order that is drawn when the epoch begins", needed, state)
-    if WORLD_SIZE in needed or batching.by_batches:
-        _require_shared(state, batching, live_name, needed, where)
+    def fitted(self) -> FittedPosition:
+        """The position, expressed in this run's geometry.
 
+        Raises:
+            DataPositionError: a change is not allowed, or cannot be followed.
+        """
+        state, batching, where = self.state, self.batching, self.where
+        needed, inherits = self._needed(), self._inherits_order()
+        free = self._free_geometry() if inherits else frozenset[str]()
+        self._require_allowed(needed, free)
+        moved = self._moved() if needed or inherits else dict(state)
+        position = f"from sample {state['samples']} of epoch {state['epoch']} on"
+        words = []
+        for change in needed:
+            before, now = self._values(change)
+            noun = f"{where}: {_NOUNS[change]}"
+            words.append(f"{noun} was {before}, this run's {now} is used {position}")
+        if inherits:
+            words.append(self._inherited_order_message())
+            moved["reshared"] = True
+        if not state["batch"]:
+            return FittedPosition(moved, needed, tuple(words), tuple(self._followed_changes()))
+        if needed or inherits:
+            self._require_redrawable(needed)
+        if WORLD_SIZE in needed or (batching.by_batches and (needed or inherits)):
+            moved["reshared"] = True
+        if needed:
+            per_step = batching.batch_size * batching.num_replicas
+            moved["batch"] = max(1, state["samples"] // per_step)  # 0 would be the epoch's start
+        num_batches = _num_batches(moved, batching)
+        return FittedPosition(moved, needed, tuple(words), num_batches=num_batches, free=free)
 
-def fit_around_inner(
-    state: Mapping[str, Any], geometry: Mapping[str, Any], inner: FittedPosition, *, where: str
-) -> dict[str, Any]:
-    """The position of an outer loader whose inner one has followed a change.
+    def _needed(self) -> tuple[str, ...]:
+        """The names of the changes between a checkpoint's loader and this one."""
+        then, now = self.state["geometry"], self.geometry
+        needed = [BATCH_SIZE] if then.get("batch_size") != now.get("batch_size") else []
+        replicas = then.get("num_replicas") != now.get("num_replicas")
+        return (*needed, WORLD_SIZE) if replicas or RANKS in self.state else tuple(needed)
 
-    Raises:
-        DataPositionError: something else changed.
-    """
-    needed = inner.changes
-    require_allowed(
-        state, geometry, needed=needed, allowed=frozenset(needed), free=inner.free, where=where
-    )
-    if needed or inner.free:
-        return _moved(state, geometry)
-    return {key: value for key, value in state.items() if key != RANKS}
+    def _inherits_order(self) -> bool:
+        """Whether the epoch continues in an order that the loader's sampler draws in no epoch.
 
+        Another seed of the same sampler is no such thing: that is a setting which was changed. So
+        is another sampler under one framework, but for those by which frameworks shuffle.
 
-def fit_at_epoch_start(
-    state: Mapping[str, Any],
-    geometry: Mapping[str, Any],
-    *,
-    allowed: frozenset[str],
-    where: str,
-) -> FittedPosition:
-    """The position of a loader whose order cannot be redrawn: it may change between epochs only.
+        Raises:
+            DataPositionError: under another framework the loader has another sampler, and the order
+                of one of the two has no name.
+        """
+        if not self.state["batch"]:
+            return False
+        name, framework_changed = self.state["order_name"], FRAMEWORK_CHANGED in self.state
+        kinds = {name["kind"], self.live_name["kind"]}
+        if is_reshared(self.state) and kinds <= NAMED:
+            return framework_changed
+        if len(kinds) == 1:
+            return framework_changed and name.get("generator") != self.live_name.get("generator")
+        if kinds <= NAMED and (framework_changed or kinds == _SHUFFLES):
+            return bool(name["length"] == self.live_name["length"])
+        if framework_changed:
+            raise DataPositionError(
+                self.where,
+                found=f"the order of {_sampler_noun(self.live_name)} in this run",
+                expected=f"that of {_sampler_noun(name)}, as in the checkpoint",
+                remedy="Give the loader the same sampler under both frameworks until the epoch is "
+                "over",
+            )
+        return False
 
-    Raises:
-        DataPositionError: a change is not allowed, or is inside an epoch.
-    """
-    needed = (WORLD_SIZE,) if RANKS in state else ()
-    require_allowed(state, geometry, needed=needed, allowed=allowed, where=where)
-    if needed and state["batch"] > 0:
-        ranks = f"{state[RANKS][0]} ranks that each went through a loader of their own"
-        _refuse(where, ranks, "the end of an epoch", needed, state)
-    return FittedPosition(_moved(state, geometry) if needed else dict(state))
+    def _free_geometry(self) -> frozenset[str]:
+        """What of a loader's geometry goes with its sampler, and may be another one."""
+        free = {"samples_per_rank", "num_batches"}
+        then, now = (each["generators"] for each in (self.state["geometry"], self.geometry))
+        if _sample_generators(then) == _sample_generators(now):
+            free.add("generators")
+        return frozenset(free)
 
+    def _inherited_order_message(self) -> str:
+        """The message that the epoch continues in an order of another sampler."""
+        state = self.state
+        drawn_by, now = _sampler_noun(state["order_name"]), _sampler_noun(self.live_name)
+        later = "" if drawn_by == now else f"; the next one is that of {now}"
+        return (
+            f"{self.where}: epoch {state['epoch']} continues at sample {state['samples']} in the "
+            f"order that {drawn_by} drew{later}"
+        )
 
-def _values(change: str, state: Mapping[str, Any], geometry: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The value in the checkpoint and the one here."""
-    if change == WORLD_SIZE and RANKS in state:
-        return state[RANKS][0], state[RANKS][1]
-    key = "num_replicas" if change == WORLD_SIZE else change
-    return state["geometry"].get(key), geometry.get(key)
+    def _followed_changes(self) -> Iterator[str]:
+        """A line for each setting of the script that differs and is used from the next epoch on."""
+        then, before = self.state["geometry"], self.state["sampler"]
+        for key, noun in _SETTINGS.items():
+            if key in then and then[key] != self.geometry.get(key):
+                yield self._line(noun, then[key], self.geometry.get(key))
+        sampler = sampler_setting(self.live_name)
+        if before == sampler:
+            return
+        if before["kind"] == sampler["kind"] and before.get("seed") != sampler.get("seed"):
+            yield self._line("seed", before.get("seed"), sampler.get("seed"))
+        else:
+            yield self._line("order", _order(before), _order(sampler))
 
+    def _line(self, noun: str, then: Any, now: Any) -> str:
+        return (
+            f"{self.where}: {noun} was {then}, the script's {now} is used from epoch "
+            f"{self.state['epoch']} on; restore it if that was a mistake"
+        )
 
-def _refuse(
-    where: str, found: str, expected: str, needed: Sequence[str], state: Mapping[str, Any]
-) -> NoReturn:
-    """Raises for a change that cannot be followed inside an epoch."""
-    changed = " and ".join(_NOUNS[change] for change in needed) or "sampler"
-    raise DataPositionError(
-        where,
-        found=found,
-        expected=f"{expected}, because the {changed} changed inside epoch {state['epoch']}",
-        remedy="Restore the former settings until the epoch is over",
-    )
+    def _require_redrawable(self, needed: Sequence[str]) -> None:
+        """Raises unless the rest of the epoch can be taken out of its order, and divided again."""
+        batching = self.batching
+        if batching.sampler is None:
+            hidden = f"the batch sampler {batching.hidden_in}"
+            self._refuse(hidden, "torch's own BatchSampler", needed)
+        if self.state["draws"]:
+            lazy = f"a {type(batching.sampler).__name__} that draws as it goes"
+            self._refuse(lazy, "an order that is drawn when the epoch begins", needed)
+        if WORLD_SIZE in needed or batching.by_batches:
+            self._require_shared(needed)
 
-
-def _require_shared(
-    state: Mapping[str, Any],
-    batching: Batching,
-    live_name: Mapping[str, Any],
-    needed: Sequence[str],
-    where: str,
-) -> None:
-    """Raises unless the ranks sharded one order that can be redrawn, then and now."""
-    name = state["order_name"]
-    shared_before = state["geometry"].get("num_replicas", 1)
-    ranks_before, ranks_now = state.get(RANKS, (shared_before, batching.num_replicas))
-    sharing = "a sampler that shards the data: DistributedSampler, DistributedResumableSampler"
-    if ranks_before > 1 and shared_before == 1:
-        found = f"an order that each of {ranks_before} ranks went through by itself"
-        _refuse(where, found, sharing, needed, state)
-    if ranks_now > 1 and batching.num_replicas == 1:
-        found = f"a {type(batching.sampler).__name__} on each of {ranks_now} ranks"
-        _refuse(where, found, sharing, needed, state)
-    for each_name, owner in ((name, "the checkpoint"), (live_name, "this run")):
-        random_access = batching.has_random_access and each_name["kind"] == live_name["kind"]
-        if each_name["kind"] not in NAMED and not random_access:
-            what = each_name.get("sampler", each_name["kind"])
-            known = "RandomSampler, SequentialSampler, DistributedSampler or a resumable one"
-            _refuse(where, f"the order of a {what} in {owner}", known, needed, state)
-    if name.get("length") != live_name.get("length"):
-        found = f"an order of {live_name.get('length')} samples"
-        _refuse(where, found, f"{name.get('length')} samples", needed, state)
-
-
-def _moved(state: Mapping[str, Any], geometry: Mapping[str, Any]) -> dict[str, Any]:
-    """The position in this geometry, without the generators that this loader does not have."""
-
-    def known(random: Mapping[str, Any]) -> dict[str, Any]:
-        kept = {n: each for n, each in random["generators"].items() if n in geometry["generators"]}
-        return {**random, "generators": kept}
-
-    moved = known({key: value for key, value in state.items() if key != RANKS})
-    moved["geometry"] = dict(geometry)
-    if moved.get("before"):
-        moved["before"] = known(moved["before"])
-    if "ahead" in moved:
-        moved["ahead"] = [random and known(random) for random in moved["ahead"]]
-    return moved
+    def _require_shared(self, needed: Sequence[str]) -> None:
+        """Raises unless the ranks sharded one order that can be redrawn, then and now."""
+        state, batching, live_name = self.state, self.batching, self.live_name
+        name = state["order_name"]
+        shared_before = state["geometry"].get("num_replicas", 1)
+        ranks_before, ranks_now = state.get(RANKS, (shared_before, batching.num_replicas))
+        sharing = "a sampler that shards the data: DistributedSampler, DistributedResumableSampler"
+        if ranks_before > 1 and shared_before == 1:
+            found = f"an order that each of {ranks_before} ranks went through by itself"
+            self._refuse(found, sharing, needed)
+        if ranks_now > 1 and batching.num_replicas == 1:
+            found = f"a {type(batching.sampler).__name__} on each of {ranks_now} ranks"
+            self._refuse(found, sharing, needed)
+        for each_name, owner in ((name, "the checkpoint"), (live_name, "this run")):
+            random_access = batching.has_random_access and each_name["kind"] == live_name["kind"]
+            if each_name["kind"] not in NAMED and not random_access:
+                what = each_name.get("sampler", each_name["kind"])
+                known = "RandomSampler, SequentialSampler, DistributedSampler or a resumable one"
+                self._refuse(f"the order of a {what} in {owner}", known, needed)
+        if name.get("length") != live_name.get("length"):
+            found = f"an order of {live_name.get('length')} samples"
+            self._refuse(found, f"{name.get('length')} samples", needed)
 
 
 def _num_batches(state: Mapping[str, Any], batching: Batching) -> int | None:

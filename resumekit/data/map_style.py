@@ -25,7 +25,7 @@ from resumekit.data.loader_changes import (
     FRAMEWORK_CHANGED,
     SHARED,
     FittedPosition,
-    fit_position,
+    OrderFit,
     refuse_kind,
 )
 from resumekit.data.loader_traits import (
@@ -514,14 +514,9 @@ class MapSource(Source):
     def _fitted(self, state: Mapping[str, Any]) -> FittedPosition:
         self._former_workers = state["num_workers"]
         self._framework_changed = FRAMEWORK_CHANGED in state
-        return fit_position(
-            state,
-            self._geometry(),
-            self._batching,
-            live_name=self._order_name(),
-            allowed=self.allowed_changes,
-            where=self.name,
-        )
+        geometry, allowed = self._geometry(), self.allowed_changes
+        live_name = self._order_name()
+        return OrderFit(state, geometry, self.name, allowed, self._batching, live_name).fitted()
 
     def _geometry(self) -> dict[str, Any]:
         batch_sampler = self.loader.batch_sampler

@@ -17,7 +17,7 @@ from resumekit.data.loader_changes import (
     RANKS,
     SHARED,
     FittedPosition,
-    fit_around_inner,
+    PositionFit,
     refuse_kind,
 )
 from resumekit.data.loader_traits import (
@@ -224,12 +224,9 @@ class OuterSource(Source):
         inner.allowed_changes = self.allowed_changes
         inner.load_state_dict({**state["inner"], **{k: state[k] for k in (RANKS,) if k in state}})
         batch = inner.batch if state["batch"] else 0
-        moved = fit_around_inner(
-            {**state, "inner": inner.state_dict(), "batch": batch},
-            self._geometry(),
-            inner.fitted,
-            where=self.name,
-        )
+        whole = {**state, "inner": inner.state_dict(), "batch": batch}
+        allowed = frozenset(inner.fitted.changes)
+        moved = PositionFit(whole, self._geometry(), self.name, allowed).around(inner.fitted)
         return FittedPosition(
             moved,
             inner.fitted.changes,

@@ -16,7 +16,7 @@ from resumekit.capture.user_state.value_types import is_user_object
 from resumekit.data.loader_changes import (
     COUNTED,
     FittedPosition,
-    fit_at_epoch_start,
+    PositionFit,
     refuse_kind,
     require_same_ranks,
     unused_seeds,
@@ -288,9 +288,8 @@ class Source(ABC):
         Raises:
             DataPositionError: the geometry changed, and it is not allowed or cannot be followed.
         """
-        return fit_at_epoch_start(
-            state, self._geometry(), allowed=self.allowed_changes, where=self.name
-        )
+        geometry, allowed = self._geometry(), self.allowed_changes
+        return PositionFit(state, geometry, self.name, allowed).at_epoch_start()
 
     def _from_other_kind(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A position inside an epoch that another kind of loader began, as a position of this one.

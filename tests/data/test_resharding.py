@@ -31,7 +31,7 @@ from torch.utils.data import (
 from resumekit.adapters.torch import Checkpointer
 from resumekit.data import DistributedResumableSampler, ResumableSampler
 from resumekit.data.epoch_order import Batching, order_name
-from resumekit.data.loader_changes import fit_position
+from resumekit.data.loader_changes import OrderFit
 from resumekit.data.position import DataPosition
 from resumekit.errors import DataPositionError
 from resumekit.state import WorldChange
@@ -683,7 +683,7 @@ def test_the_error_names_the_change_that_cannot_be_followed() -> None:
         **{"used": {"since": 0}, "generators": {}, "geometry": {**geometry, "batch_size": 4}},
     }
     with pytest.raises(DataPositionError, match="because the batch_size changed inside epoch 2"):
-        fit_position(state, geometry, batching, live_name=name, allowed=ALLOWED, where="train")
+        OrderFit(state, geometry, "train", ALLOWED, batching, name).fitted()
 
 
 def test_torchs_batch_sampler_handed_over_as_such_follows() -> None:
