@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from resumekit import Checkpointer as _Checkpointer
 from resumekit.adapters.accelerate._private import LOADERS, accelerator_faults
 from resumekit.adapters.accelerate.loaders import prepared_loader
-from resumekit.adapters.accelerate.prepared import PreparedObjects
+from resumekit.adapters.accelerate.prepared import prepared_components
 from resumekit.adapters.accelerate.save_state import SavedStates
 from resumekit.errors import ConfigurationError
 from resumekit.frameworks.accelerate import ENGINE, MODELS
@@ -87,16 +87,15 @@ class Checkpointer(_Checkpointer):
             warns=accelerator.is_main_process,
         )
         extras = checked_extras(extras)
-        prepared = PreparedObjects(
-            accelerator,
-            lr_scheduler=lr_scheduler,
-            ema=ema,
-            extras=extras,
-            sources=lambda: self._sources,
-        )
         super().__init__(
             directory,
-            components=prepared.components(),
+            components=prepared_components(
+                accelerator,
+                lr_scheduler=lr_scheduler,
+                ema=ema,
+                extras=extras,
+                sources=lambda: self._sources,
+            ),
             extras=extras,
             generators=generators,
             make_loop=partial(PreparedLoop, accelerator=accelerator),

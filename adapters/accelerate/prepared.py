@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -25,10 +25,18 @@ from resumekit.frameworks.accelerate import MODELS, accelerator_components
 from resumekit.state import SharingPattern, Slot, StateComponent
 
 
-class PreparedObjects:
+def prepared_components(
+    accelerator: Any,
+    *,
+    lr_scheduler: Any,
+    ema: Any,
+    extras: Mapping[str, Any],
+    sources: Callable[[], Collection[Source]],
+) -> tuple[StateComponent, ...]:
     """The objects that were prepared, registered, or given by the user; each once.
 
-    accelerate 1.15 optimizer.py and scheduler.py wrap: the state is that of the object inside.
+    Each is under the name of its slot, or several under class and ordinal. accelerate 1.15
+    optimizer.py and scheduler.py wrap: the state is that of the object inside.
 
     Args:
         accelerator: the ``accelerate.Accelerator``.
@@ -36,87 +44,60 @@ class PreparedObjects:
         ema: averaged models: one, or a dict of named ones.
         extras: the user's own values.
         sources: gives what the loops draw from.
-
-    Attributes:
-        optimizers: those inside the wrappers, and the registered ones.
     """
+    models, objects = MODELS.of(accelerator), REGISTERED.of(accelerator)
+    wrappers = [*OPTIMIZERS.of(accelerator), *SCHEDULERS.of(accelerator)]
+    optimizers = [each.optimizer for each in OPTIMIZERS.of(accelerator)]
+    schedulers = [each.scheduler for each in SCHEDULERS.of(accelerator)]
+    of_user = [*_by_name(ema).values(), *extras.values()]
+    taken = set(map(id, [*models, *wrappers, *optimizers, *schedulers, *of_user]))
 
-    def __init__(
-        self,
-        accelerator: Any,
-        *,
-        lr_scheduler: Any,
-        ema: Any,
-        extras: Mapping[str, Any],
-        sources: Callable[[], Collection[Source]],
-    ) -> None:
-        self._accelerator = accelerator
-        self._ema = ema
-        self._models = MODELS.of(accelerator)
-        self._loaders = OtherLoaders([*LOADERS.of(accelerator)], sources)
-        optimizers, schedulers = OPTIMIZERS.of(accelerator), SCHEDULERS.of(accelerator)
-        self.optimizers = [each.optimizer for each in optimizers]
-        self._schedulers = [each.scheduler for each in schedulers]
-        self._taken = [
-            *self._models,
-            *optimizers,
-            *schedulers,
-            *self.optimizers,
-            *self._schedulers,
-            *_by_name(ema).values(),
-            *extras.values(),
-        ]
-        given = {name: each for name, each in _by_name(lr_scheduler).items() if self._take(each)}
-        self._others: list[Any] = []
-        for each in filter(self._take, REGISTERED.of(accelerator)):
-            if isinstance(each, torch.optim.Optimizer):
-                self.optimizers.append(each)
-            elif isinstance(each, torch.optim.lr_scheduler.LRScheduler):
-                self._schedulers.append(each)
-            else:
-                self._others.append(each)
-        self._named = given if isinstance(lr_scheduler, Mapping) else {}
-        self._schedulers += () if self._named else given.values()
+    def is_new(value: Any) -> bool:
+        is_taken = id(value) in taken
+        taken.add(id(value))
+        return not is_taken
 
-    def components(self) -> tuple[StateComponent, ...]:
-        """All of it, each under the name of its slot, or several under class and ordinal."""
-        schedulers = one_or_named(self._schedulers)
-        if self._named:
-            schedulers = {**by_class_and_ordinal(self._schedulers), **self._named}
-        counts, per_rank = AcceleratorCounts(self._accelerator), SharingPattern.PER_RANK
-        optional: Any = {"required": False, "framework": "Accelerate"}
-        shared = accelerator_components(
-            self._accelerator,
-            model=one_or_named(self._models),
-            optimizer=one_or_named(self.optimizers),
-            lr_scheduler=schedulers,
-            ema=self._ema,
-        )
-        registered = registered_components(self._others)
-        keys = {id(e): each.key for each in (*shared, *registered) for e in _given(each)}
-        given = map(id, REGISTERED.of(self._accelerator))
-        counts.registered = [keys[each] for each in given if each in keys]
-        return (
-            *shared,
-            *self._gradient_buckets(),
-            StateComponent(counts.key, counts, **optional),
-            StateComponent(KEY, self._loaders, per_rank, **optional),
-            *registered,
-        )
+    given = {name: each for name, each in _by_name(lr_scheduler).items() if is_new(each)}
+    others: list[Any] = []
+    for each in filter(is_new, objects):
+        if isinstance(each, torch.optim.Optimizer):
+            optimizers.append(each)
+        elif isinstance(each, torch.optim.lr_scheduler.LRScheduler):
+            schedulers.append(each)
+        else:
+            others.append(each)
+    if given and isinstance(lr_scheduler, Mapping):
+        named = {**by_class_and_ordinal(schedulers), **given}
+    else:
+        named = one_or_named([*schedulers, *given.values()])
+    shared = accelerator_components(
+        accelerator,
+        model=one_or_named(models),
+        optimizer=one_or_named(optimizers),
+        lr_scheduler=named,
+        ema=ema,
+    )
+    registered = registered_components(others)
+    keys = {id(e): each.key for each in (*shared, *registered) for e in _given(each)}
+    counts, loaders = AcceleratorCounts(accelerator), [*LOADERS.of(accelerator)]
+    counts.registered = [keys[id(each)] for each in objects if id(each) in keys]
+    optional: Any = {"required": False, "framework": "Accelerate"}
+    per_rank = SharingPattern.PER_RANK
+    return (
+        *shared,
+        *_gradient_buckets(models),
+        StateComponent(counts.key, counts, **optional),
+        StateComponent(KEY, OtherLoaders(loaders, sources), per_rank, **optional),
+        *registered,
+    )
 
-    def _gradient_buckets(self) -> Iterator[StateComponent]:
-        # accelerate 1.15 accelerator.py prepare_model lists a model before DDP wraps it.
-        for key, model in by_key(Slot.MODEL, one_or_named(self._models)).items():
-            wrapper = ddp_around(model)
-            if wrapper is not None:
-                yield from buckets_of(wrapper, key=key)
 
-    def _take(self, value: Any) -> bool:
-        """Whether it was not taken before."""
-        if any(value is each for each in self._taken):
-            return False
-        self._taken.append(value)
-        return True
+def _gradient_buckets(models: Sequence[Any]) -> Iterator[StateComponent]:
+    # accelerate 1.15 accelerator.py prepare_model lists a model before DDP wraps it.
+    for key, model in by_key(Slot.MODEL, one_or_named(models)).items():
+        wrapper = ddp_around(model)
+        if wrapper is not None:
+            yield from buckets_of(wrapper, key=key)
 
 
 def _given(component: StateComponent) -> Iterator[Any]:

@@ -285,7 +285,15 @@ class MapSource(Source):
             self._iterator = refetched(pending["ahead"], left)
 
     def _from_other_kind(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        return unwrapped_position(state, self.kind, where=self.name)
+        """That of a loader which a framework had prepared, without the framework."""
+        inner = state.get("inner")
+        if state["kind"] != WRAPPED or inner is None or inner["kind"] != self.kind:
+            refuse_kind(state, self.kind, where=self.name)
+        shared = {key: state[key] for key in SHARED if key in state}
+        # Private generators are those of the position itself, and move when the batch is fetched
+        # again.
+        ahead = [{**each, "generators": {}} for each in state["ahead"] if each is not None]
+        return {**inner, **shared, "ahead": ahead, FRAMEWORK_CHANGED: True}
 
     def _from_counted(self, state: Mapping[str, Any]) -> dict[str, Any]:
         announce_epoch(self.loader, state["epoch"])
@@ -559,31 +567,3 @@ def refetched(states: Sequence[Mapping[str, Any]], batches: Iterator[Any]) -> It
         rng.load_state_dict(current)
         yield from fetched
     yield from batches
-
-
-def unwrapped_position(state: Mapping[str, Any], kind: str, *, where: str) -> dict[str, Any]:
-    """The position of a loader that a framework had prepared, for the loader without the framework.
-
-    Args:
-        state: the saved position.
-        kind: of the source that is to take it.
-        where: the loader's name, for errors.
-
-    Raises:
-        DataPositionError: it is no position of such a loader.
-    """
-    inner = state.get("inner")
-    if state["kind"] != WRAPPED or inner is None or inner["kind"] != kind:
-        refuse_kind(state, kind, where=where)
-    shared = {key: state[key] for key in SHARED if key in state}
-    return {
-        **inner,
-        **shared,
-        "ahead": _without_generators(state["ahead"]),
-        FRAMEWORK_CHANGED: True,
-    }
-
-
-def _without_generators(states: Sequence[Mapping[str, Any] | None]) -> list[dict[str, Any]]:
-    # Private generators are those of the position itself, and move when the batch is fetched again.
-    return [{**state, "generators": {}} for state in states if state is not None]

@@ -411,9 +411,20 @@ class WrappedSource(OuterSource):
         return self._fetch()
 
     def _from_other_kind(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """That of the plain loader, inside the framework's."""
+        if state["kind"] != self._inner.kind:
+            refuse_kind(state, WRAPPED, where=self.name)
         inner = {id(generator): name for name, generator in self._inner.private.items()}
         names = {inner[id(each)]: name for name, each in self.private.items() if id(each) in inner}
-        return wrapped_position(state, self._inner.kind, self._geometry(), names, where=self.name)
+        saved = state["generators"].items()
+        return {
+            **{key: state[key] for key in SHARED if key in state},
+            "kind": WRAPPED,
+            "geometry": dict(self._geometry()),
+            "generators": {names[name]: each for name, each in saved if name in names},
+            "inner": {**state, FRAMEWORK_CHANGED: True},
+            "ahead": [],
+        }
 
 
 class _Feed:
@@ -439,36 +450,3 @@ class _Feed:
 
     def __next__(self) -> Any:
         return self._source.take()
-
-
-def wrapped_position(
-    state: Mapping[str, Any],
-    kind: str,
-    geometry: Mapping[str, Any],
-    names: Mapping[str, str],
-    *,
-    where: str,
-) -> dict[str, Any]:
-    """The position of a plain loader, as that of the same loader inside a framework's loader.
-
-    Args:
-        state: the saved position.
-        kind: of the source of the loader inside.
-        geometry: of the loader around it.
-        names: what the loader around it calls the generators of the one inside.
-        where: the loader's name, for errors.
-
-    Raises:
-        DataPositionError: it is no position of such a loader.
-    """
-    if state["kind"] != kind:
-        refuse_kind(state, WRAPPED, where=where)
-    generators = state["generators"]
-    return {
-        **{key: state[key] for key in SHARED if key in state},
-        "kind": WRAPPED,
-        "geometry": dict(geometry),
-        "generators": {names[name]: each for name, each in generators.items() if name in names},
-        "inner": {**state, FRAMEWORK_CHANGED: True},
-        "ahead": [],
-    }
