@@ -440,24 +440,13 @@ class TrackedDataset:
         if watch.count == 2 and watch.revived is not None:
             watch.board.restore(watch.revived[info.id])
         watch.board.leave(info.id, _START, watch.count)
-        return _TrackedIterator(iter(watch.dataset), watch, info.id)
+        return _tracked(iter(watch.dataset), watch, info.id)
 
 
-class _TrackedIterator:
-    def __init__(self, inner: Iterator[Any], watch: _Tracked, worker: int) -> None:
-        self._inner = inner
-        self._watch = watch
-        self._worker = worker
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            return next(self._inner)
-        except StopIteration:
-            self._watch.board.leave(self._worker, _LATEST, self._watch.count)
-            raise
+def _tracked(items: Iterator[Any], watch: _Tracked, worker: int) -> Iterator[Any]:
+    """The items; at their end the worker leaves its RNG state."""
+    yield from items
+    watch.board.leave(worker, _LATEST, watch.count)
 
 
 @dataclass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import pairwise
 from typing import Any
@@ -190,21 +189,6 @@ def _size_chart(run: RunFacts) -> Chart:
 # ---------------------------------------------------------------- tables
 
 
-@dataclass(frozen=True)
-class ResumeRow:
-    """What one resume restored and reported.
-
-    Args:
-        title: which resume.
-        restored: each component with its fidelity; empty when no checkpoint of the attempt is kept.
-        notes: what was lost, changed or left out.
-    """
-
-    title: str
-    restored: tuple[tuple[str, str, str], ...]
-    notes: tuple[str, ...]
-
-
 def _attempt_row(run: RunFacts, index: int) -> dict[str, Any]:
     each = run.attempts[index]
     environment = each.header.environment
@@ -251,7 +235,8 @@ def _lost(each: AttemptFacts) -> str:
     return f"{each.num_lost_steps}" + ("" if seconds is None else f", {seconds:.1f} s")
 
 
-def _resumes(run: RunFacts) -> Iterator[ResumeRow]:
+def _resumes(run: RunFacts) -> Iterator[dict[str, Any]]:
+    """What each resume restored and reported."""
     manifests = [each.manifest for each in run.checkpoints if each.manifest]
     for then, now in zip(run.attempts, run.attempts[1:], strict=False):
         header = now.header
@@ -266,8 +251,11 @@ def _resumes(run: RunFacts) -> Iterator[ResumeRow]:
                 if entry.get("step") == header.resumed_step
                 for line in entry.get("changes", ())
             ]
-        restored = () if written is None else tuple(_capture(written))
-        yield ResumeRow(f"Attempt {header.number}, from {begins}", restored, tuple(notes))
+        yield {
+            "title": f"Attempt {header.number}, from {begins}",
+            "restored": [] if written is None else _capture(written),
+            "notes": notes,
+        }
 
 
 def _capture(manifest: Manifest) -> list[tuple[str, str, str]]:

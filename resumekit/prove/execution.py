@@ -169,62 +169,148 @@ class Plan:
         return " ".join(self.command)
 
 
-@dataclass(frozen=True)
-class _Folders:
-    """The directories of one run.
+class _RunUnderWay:
+    """A run while it is executed: its directories, its launches, and whether it has saved.
 
     Args:
+        plan: what to launch.
         directory: of the run.
-        since_ns: when the run began; what is older was copied (Unix time).
+
+    Attributes:
+        work: the copy of the working directory.
     """
 
-    directory: Path
-    since_ns: int
-
-    @property
-    def files(self) -> Path:
-        """What ``{dir}`` stands for."""
-        return self.directory / "files"
-
-    @property
-    def work(self) -> Path:
-        """The copy of the working directory."""
-        return self.directory / "work"
-
-    @property
-    def run(self) -> Path:
-        """The run directory of the attached callback."""
-        return self.directory / "runs" / _ATTACHED
+    def __init__(self, plan: Plan, directory: Path) -> None:
+        self._plan, self._directory = plan, directory
+        self._since_ns = time.time_ns()  # what is older was copied (Unix time)
+        self._files = directory / "files"  # what ``{dir}`` stands for
+        self.work = directory / "work"
+        self._run = directory / "runs" / _ATTACHED  # the run directory of the attached callback
+        self._saved_at: int | None = None  # a step after its first checkpoint was seen
+        self._looked_at: int | None = None
 
     def attached(self, number: int) -> Path:
         """What a launch leaves about its Trainers."""
-        return launch_directory(self.directory / _ATTACHED, number)
+        return launch_directory(self._directory / _ATTACHED, number)
 
     def checkpoints(self) -> list[Path]:
         """The checkpoints of the script, oldest first."""
-        return stock_checkpoints([self.files, self.work], since_ns=self.since_ns)
-
-
-class _FirstCheckpoint:
-    """Knows when a run has saved: a step after its first checkpoint was seen."""
-
-    def __init__(self, plan: Plan, folders: _Folders) -> None:
-        self._plan = plan
-        self._folders = folders
-        self._seen: int | None = None
-        self._looked_at: int | None = None
+        return stock_checkpoints([self._files, self.work], since_ns=self._since_ns)
 
     def is_saved(self, step: int) -> bool:
         """Whether it was saved before this step, the newest one."""
-        if self._seen is None and step != self._looked_at:
+        if self._saved_at is None and step != self._looked_at:
             self._looked_at = step
-            self._seen = step if self._has_saved() else None
-        return self._seen is not None and step > self._seen
+            is_attached = self._plan.save_every is not None
+            has_saved = has_checkpoint(self._run) if is_attached else bool(self.checkpoints())
+            self._saved_at = step if has_saved else None
+        return self._saved_at is not None and step > self._saved_at
 
-    def _has_saved(self) -> bool:
-        if self._plan.save_every is not None:
-            return has_checkpoint(self._folders.run)
-        return bool(self._folders.checkpoints())
+    def followed(self, number: int) -> list[Path]:
+        """What shows the steps of a launch, and the checkpoints of an attached callback."""
+        traces = ["trace"]
+        if self._plan.follows_records:
+            traces = ["records"] if self._plan.save_every is None else ["records", "trace"]
+        return [launch_directory(self._directory / each, number) for each in traces]
+
+    def start(self, number: int, kill: Kill | None, inject: str | None) -> Launch:
+        """Starts a launch, which kills itself at a chosen point."""
+        plan, directory = self._plan, self._directory
+        point = kill if isinstance(kill, KillPoint) else None
+        at = "" if point is None else str(point)
+        # The recorder sees steps, not checkpoints.
+        is_recorded = plan.follows_records and (point is None or point.event == STEP)
+        variables = {
+            **os.environ,
+            TRACE_VARIABLE: str(launch_directory(directory / "trace", number)),
+            # An attached callback has its directory, and the script has none.
+            RUN_ROOT_VARIABLE: str(directory / "runs") if plan.save_every is None else None,
+            KILL_VARIABLE: None if is_recorded or not at else at,
+            INJECT_VARIABLE: inject,
+            "PYTHONUNBUFFERED": "1",
+        }
+        environment = {name: text for name, text in variables.items() if text is not None}
+        settings = self._recorder_settings(number, kill=at if is_recorded else "")
+        if plan.with_resumekit:
+            private = self.attached(number)
+            environment = launch_environment(environment, private, self._run, plan.save_every)
+        launcher = launch_directory(directory / "launcher", number)
+        command = self._relaunched(number) if number and plan.relaunch else plan.command
+        return Launch(
+            prepared(command, world=plan.world, directory=self._files),
+            recorded_environment(environment, launcher, settings),
+            marker=TRACE_VARIABLE,
+            log=directory / "logs" / f"launch-{number:05d}.txt",
+            cwd=None if plan.workspace is None else self.work,
+        )
+
+    def _relaunched(self, number: int) -> Sequence[str]:
+        """The command of a launch that resumes: the first one again where there is nothing yet."""
+        plan = self._plan
+        if not any(LATEST_PLACEHOLDER in word for word in plan.relaunch):
+            return plan.relaunch
+        checkpoints = self.checkpoints()
+        if not checkpoints:
+            plan.on_event(f"launch {number}: no checkpoint yet, the first command again")
+            return plan.command
+        latest, count = checkpoints[-1], len(checkpoints)
+        plan.on_event(f"launch {number}: {{latest}} is {latest.name}, the newest of {count}")
+        return with_latest(plan.relaunch, latest)
+
+    def _recorder_settings(self, number: int, *, kill: str) -> RecorderSettings:
+        positions, records = "", self._directory / "records"
+        if number and self._plan.reference is not None:
+            known = launch_directory(self._directory / "positions", number)
+            positions = str(write_positions(known, [self._plan.reference.records, records]))
+        return RecorderSettings(
+            directory=str(launch_directory(records, number)),
+            positions=positions,
+            kill=kill,
+            digest_every=self._plan.digest_every,
+        )
+
+    def watch(
+        self, launch: Launch, tail: TraceTail, kill: Kill | None, check: Callable[[], None] | None
+    ) -> tuple[bool, int | None]:
+        """Whether the launch was killed, and then its newest step; otherwise it ended by itself."""
+        plan = self._plan
+        deadline = time.monotonic() + plan.timeout_seconds
+        while launch.poll() is None:
+            newest = tail.poll() if kill is not None or check is not None else None
+            if check is not None and newest is not None:
+                check()
+                check = None
+            if isinstance(kill, KillInstant) and self._is_due(kill, newest):
+                time.sleep(kill.fraction * plan.step_seconds)
+                if launch.poll() is None:
+                    launch.kill_all()
+                    return True, tail.poll()
+            if _is_at(kill, tail):
+                break
+            if time.monotonic() > deadline:
+                raise CommandTimeoutError(
+                    str(plan),
+                    found=f"did not end within {plan.timeout_seconds:.0f} seconds; its last "
+                    f"output: {launch.log_tail()}",
+                    remedy="Give it more time (--timeout), or make the training shorter",
+                )
+            time.sleep(_POLL_SECONDS)
+        newest = tail.poll() if kill is not None else None
+        if not _is_at(kill, tail):
+            return False, None
+        # The process that came there killed itself; a launcher and other ranks may live on for a
+        # while.
+        launch.kill_all()
+        return True, newest
+
+    def _is_due(self, kill: KillInstant, newest: int | None) -> bool:
+        if newest is None or newest < kill.step:
+            return False
+        return not self._plan.awaits_checkpoint or self.is_saved(newest)
+
+
+def _is_at(kill: Kill | None, tail: TraceTail) -> bool:
+    return isinstance(kill, KillPoint) and (kill.event, kill.number) in tail.events
 
 
 def execute(
@@ -251,28 +337,26 @@ def execute(
     """
     for name in ("files", "runs", "logs"):
         (directory / name).mkdir(parents=True)
-    folders = _Folders(directory, time.time_ns())
+    run = _RunUnderWay(plan, directory)
     if plan.workspace is not None:
-        left_out = copy_workspace(plan.workspace, folders.work)
+        left_out = copy_workspace(plan.workspace, run.work)
         if left_out:
             plan.on_event(f"links to other directories are not copied: {', '.join(left_out)}")
-    saved = _FirstCheckpoint(plan, folders) if plan.awaits_checkpoint else None
     launches: list[LaunchSummary] = []
     for kill in (*kills, None):
         number = len(launches)
         began = time.monotonic()
-        point = kill if isinstance(kill, KillPoint) else None
-        launch = _start(plan, folders, number, point, inject)
-        tail = TraceTail(*_followed(plan, directory, number))
-        check = None if on_first_step is None else partial(on_first_step, folders.attached(number))
+        launch = run.start(number, kill, inject)
+        tail = TraceTail(*run.followed(number))
+        check = None if on_first_step is None else partial(on_first_step, run.attached(number))
         try:
-            was_killed, newest = _watch(plan, launch, tail, kill, saved, check)
+            was_killed, newest = run.watch(launch, tail, kill, check)
         except BaseException:  # also Ctrl-C: nothing that was started here stays
             launch.kill_all()
             raise
         status = launch.poll() or 0
         seconds = time.monotonic() - began
-        at = None if point is None else str(point)
+        at = str(kill) if isinstance(kill, KillPoint) else None
         launches.append(LaunchSummary(number, newest, was_killed, status, seconds, at))
         if was_killed:
             plan.on_event(f"launch {number}: killed {launches[-1].where}, {seconds:.1f} s")
@@ -284,7 +368,7 @@ def execute(
             launches=tuple(launches),
             failure=failure,
             num_left_behind=launch.kill_all(grace_seconds=_OUTLIVE_SECONDS),
-            has_stock_checkpoints=bool(folders.checkpoints()),
+            has_stock_checkpoints=bool(run.checkpoints()),
         )
     raise AssertionError("the last launch is never killed")
 
@@ -307,117 +391,3 @@ def execute_uninterrupted(
     if run.failure:
         raise CommandFailedError(str(plan), found=f"failed without being killed, {run.failure}")
     return run
-
-
-def _followed(plan: Plan, directory: Path, number: int) -> list[Path]:
-    """What shows the steps of a launch, and the checkpoints of an attached callback."""
-    traces = ["trace"]
-    if plan.follows_records:
-        traces = ["records"] if plan.save_every is None else ["records", "trace"]
-    return [launch_directory(directory / each, number) for each in traces]
-
-
-def _start(
-    plan: Plan, folders: _Folders, number: int, point: KillPoint | None, inject: str | None
-) -> Launch:
-    directory = folders.directory
-    at = "" if point is None else str(point)
-    # The recorder sees steps, not checkpoints.
-    is_recorded = plan.follows_records and (point is None or point.event == STEP)
-    variables = {
-        **os.environ,
-        TRACE_VARIABLE: str(launch_directory(directory / "trace", number)),
-        # An attached callback has its directory, and the script has none.
-        RUN_ROOT_VARIABLE: str(directory / "runs") if plan.save_every is None else None,
-        KILL_VARIABLE: None if is_recorded or not at else at,
-        INJECT_VARIABLE: inject,
-        "PYTHONUNBUFFERED": "1",
-    }
-    environment = {name: text for name, text in variables.items() if text is not None}
-    settings = _recorder_settings(plan, directory, number, kill=at if is_recorded else "")
-    if plan.with_resumekit:
-        private = folders.attached(number)
-        environment = launch_environment(environment, private, folders.run, plan.save_every)
-    launcher = launch_directory(directory / "launcher", number)
-    command = _relaunched(plan, folders, number) if number and plan.relaunch else plan.command
-    return Launch(
-        prepared(command, world=plan.world, directory=folders.files),
-        recorded_environment(environment, launcher, settings),
-        marker=TRACE_VARIABLE,
-        log=directory / "logs" / f"launch-{number:05d}.txt",
-        cwd=None if plan.workspace is None else folders.work,
-    )
-
-
-def _relaunched(plan: Plan, folders: _Folders, number: int) -> Sequence[str]:
-    """The command of a launch that resumes: the first one again where there is nothing yet."""
-    if not any(LATEST_PLACEHOLDER in word for word in plan.relaunch):
-        return plan.relaunch
-    checkpoints = folders.checkpoints()
-    if not checkpoints:
-        plan.on_event(f"launch {number}: no checkpoint yet, the first command again")
-        return plan.command
-    latest, count = checkpoints[-1], len(checkpoints)
-    plan.on_event(f"launch {number}: {{latest}} is {latest.name}, the newest of {count}")
-    return with_latest(plan.relaunch, latest)
-
-
-def _recorder_settings(plan: Plan, directory: Path, number: int, *, kill: str) -> RecorderSettings:
-    positions = ""
-    if number and plan.reference is not None:
-        known = launch_directory(directory / "positions", number)
-        positions = str(write_positions(known, [plan.reference.records, directory / "records"]))
-    return RecorderSettings(
-        directory=str(launch_directory(directory / "records", number)),
-        positions=positions,
-        kill=kill,
-        digest_every=plan.digest_every,
-    )
-
-
-def _watch(
-    plan: Plan,
-    launch: Launch,
-    tail: TraceTail,
-    kill: Kill | None,
-    saved: _FirstCheckpoint | None,
-    check: Callable[[], None] | None,
-) -> tuple[bool, int | None]:
-    """Whether the launch was killed, and then its newest step; otherwise it ended by itself."""
-    deadline = time.monotonic() + plan.timeout_seconds
-    while launch.poll() is None:
-        newest = tail.poll() if kill is not None or check is not None else None
-        if check is not None and newest is not None:
-            check()
-            check = None
-        if isinstance(kill, KillInstant) and _is_due(kill, newest, saved):
-            time.sleep(kill.fraction * plan.step_seconds)
-            if launch.poll() is None:
-                launch.kill_all()
-                return True, tail.poll()
-        if _is_at(kill, tail):
-            break
-        if time.monotonic() > deadline:
-            raise CommandTimeoutError(
-                str(plan),
-                found=f"did not end within {plan.timeout_seconds:.0f} seconds; its last output: "
-                f"{launch.log_tail()}",
-                remedy="Give it more time (--timeout), or make the training shorter",
-            )
-        time.sleep(_POLL_SECONDS)
-    newest = tail.poll() if kill is not None else None
-    if not _is_at(kill, tail):
-        return False, None
-    # The process that came there killed itself; a launcher and other ranks may live on for a while.
-    launch.kill_all()
-    return True, newest
-
-
-def _is_due(kill: KillInstant, newest: int | None, saved: _FirstCheckpoint | None) -> bool:
-    if newest is None or newest < kill.step:
-        return False
-    return saved is None or saved.is_saved(newest)
-
-
-def _is_at(kill: Kill | None, tail: TraceTail) -> bool:
-    return isinstance(kill, KillPoint) and (kill.event, kill.number) in tail.events
