@@ -442,17 +442,9 @@ class Finder:
         deferral = self._deferral(reader, wanted, former)
         found = Found(name, reader, {}, former, {}, deferral, renames)
         for key in models_first(sharded):
-            live = components.get(key)
             self.sources.check_option(sharded[key], reader.manifest)
-            in_stages = key in self.membership and self.membership.is_in_stages(live)
-            found.states[key], found.left[key] = read_sharded_component(
-                reader,
-                sharded[key],
-                live,
-                in_stages=in_stages,
-                renames=renames,
-                as_given=key in found.as_given,
-            )
+            state, left = self._read_sharded(found, sharded[key], components.get(key))
+            found.states[key], found.left[key] = state, left
         for (directory, writer), numbers in wanted.items():
             states = read_payload(reader, directory, writer, list(numbers), found.deferral)
             for key, state in states.items():
@@ -461,6 +453,42 @@ class Finder:
                 else:
                     found.states[key] = state
         return found
+
+    def _read_sharded(
+        self, found: Found, record: ComponentRecord, live: StateComponent | None
+    ) -> tuple[Any, frozenset[str]]:
+        """The state of a component, with this rank's shard of what is sharded here.
+
+        Args:
+            found: the checkpoint.
+            record: of the component in it.
+            live: the component here, if it is known yet.
+
+        Returns:
+            The state, and the names of the tensors that this rank's stage does not hold.
+
+        Raises:
+            CheckpointError: damage, or an I/O error.
+            StateMismatchError: it does not fit the live object; found before its tensors are read.
+        """
+        key, source = record.key, StoredSource.of_record(found.reader, record)
+        if live is None:
+            return read_sharded(source, lambda state: (), merge=partial(merge_states, None, key))
+        found.renames.renamed.add(key)
+        in_stages = key in self.membership and self.membership.is_in_stages(live)
+
+        def merge(states: Sequence[Any]) -> Any:
+            state = merge_states(live.state, key, states)
+            state = adopted(live, state) if key in found.as_given else state
+            return found.renames.of(live, state)
+
+        return read_sharded(
+            source,
+            lambda state: pairs_of(live.state, state),
+            lambda state: check_state(live, built(live, state)),
+            merge=merge,
+            part_of=partial(part_of, live.state) if in_stages else None,
+        )
 
     def _wanted(
         self, reader: StepReader, but: Collection[str]
@@ -547,48 +575,3 @@ def adopted(component: StateComponent, given: Any) -> Any:
             expected=f"one of a {type(component.stateful).__name__}",
         )
     return component.stateful.adopted(given)
-
-
-def read_sharded_component(
-    reader: StepReader,
-    record: ComponentRecord,
-    live: StateComponent | None,
-    *,
-    in_stages: bool,
-    renames: Renames | None = None,
-    as_given: bool = False,
-) -> tuple[Any, frozenset[str]]:
-    """The state of a component, with this rank's shard of what is sharded here.
-
-    Args:
-        reader: the checkpoint.
-        record: of the component in it.
-        live: the component here, if it is known yet.
-        in_stages: whether each group of ranks holds some entries of it here.
-        renames: of this checkpoint; a new one by default.
-        as_given: another program has saved the state.
-
-    Returns:
-        The state, and the names of the tensors that this rank's stage does not hold.
-
-    Raises:
-        CheckpointError: damage, or an I/O error.
-        StateMismatchError: it does not fit the live object; found before its tensors are read.
-    """
-    source = StoredSource.of_record(reader, record)
-    if live is None:
-        return read_sharded(source, lambda state: (), merge=partial(merge_states, None, record.key))
-    renames = renames or Renames({})
-    renames.renamed.add(record.key)
-
-    def merge(states: Sequence[Any]) -> Any:
-        state = merge_states(live.state, record.key, states)
-        return renames.of(live, adopted(live, state) if as_given else state)
-
-    return read_sharded(
-        source,
-        lambda state: pairs_of(live.state, state),
-        lambda state: check_state(live, built(live, state)),
-        merge=merge,
-        part_of=partial(part_of, live.state) if in_stages else None,
-    )

@@ -424,18 +424,9 @@ def _resplit(
 
 # What a script, or a framework's hooks, can change. The position in the data and the random state
 # follow at the first fetch, and so does all state that is ``AfterRng``.
-_SLOTS = frozenset(
-    {
-        Slot.MODEL.value,
-        Slot.OPTIMIZER.value,
-        Slot.LR_SCHEDULER.value,
-        Slot.GRAD_SCALER.value,
-        Slot.EMA.value,
-        Slot.BEST_METRIC.value,
-        Slot.CALLBACKS.value,
-        Slot.EXTRAS.value,
-    }
-)
+_SLOTS = {each.value for each in _RESTORE_ORDER} - {
+    *(Slot.DATA.value, Slot.RNG.value, Slot.VARIABLES.value)
+}
 _MOST_READS = 2  # a component's load may change another one, which is then restored as well
 
 Digests = dict[str, str | None]
