@@ -17,6 +17,8 @@ import torch
 
 from resumekit import Checkpointer as _Checkpointer
 from resumekit.capture.slots import state_components
+from resumekit.run.discovery import Discovery
+from resumekit.run.steps_taken import StepsTaken
 from resumekit.state import Slot
 
 if TYPE_CHECKING:
@@ -100,7 +102,10 @@ class Checkpointer(_Checkpointer):
             **options,
         )
         left_out = [*(extras or {}).values(), *(generators or {}).values()]
-        self._loop.discover(self, given, make, left_out=left_out)
+        transient = self._run.options.transient
+        # What the loop uses is found when the run resumes: no framework has a list of it.
+        self._run.discovery = Discovery(self, given, make, left_out=left_out, transient=transient)
+        self._loop.steps_taken = StepsTaken()
 
 
 def _num_ranks() -> int:

@@ -65,8 +65,8 @@ class Discovery:
         given: Mapping[Slot, Any],
         make: Callable[..., Sequence[StateComponent]],
         *,
-        left_out: Iterable[Any] = (),
-        transient: Collection[str] = (),
+        left_out: Iterable[Any],
+        transient: Collection[str],
     ) -> None:
         self._owner = ref(owner)
         self._given = {slot: each for slot, each in given.items() if each is not None}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from signal import Signals
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -12,7 +12,6 @@ from resumekit.data.source import Source
 from resumekit.errors import LoopError, Preempted
 from resumekit.record.journal import Ending
 from resumekit.record.trace import rng_digests
-from resumekit.run.discovery import Discovery
 from resumekit.run.due_saves import NOTHING, DueSaves, Requests
 from resumekit.run.fetch import begin, end_resume, restore_again, restore_random
 from resumekit.run.progress import LoopOrder, OwnLoop, Progress
@@ -20,7 +19,6 @@ from resumekit.run.report import ResumeReport
 from resumekit.run.resume import accept_horizon, enter, find, resume
 from resumekit.run.run import RunState
 from resumekit.run.steps_taken import StepsTaken
-from resumekit.state import Slot
 
 # The first steps of a launch: most user code shows in them what it changes.
 _NUM_LOOKED = 2
@@ -95,29 +93,6 @@ class Loop:
         return self.run.position.sources.values()
 
     # ---------------------------------------------------------------- the verbs
-
-    def discover(
-        self,
-        owner: Any,
-        given: Mapping[Slot, Any],
-        make: Callable[..., Any],
-        *,
-        left_out: Iterable[Any],
-    ) -> None:
-        """Has what the loop uses found when the run resumes, see ``Discovery``.
-
-        For an adapter whose framework has no list of these objects. ``step()`` is optional then:
-        ``steps_taken`` counts the steps of the optimizers.
-
-        Args:
-            owner: the Checkpointer.
-            given: what was passed, by slot.
-            make: makes components of the objects of each slot.
-            left_out: objects that are saved otherwise.
-        """
-        transient = self.run.options.transient
-        self.run.discovery = Discovery(owner, given, make, left_out=left_out, transient=transient)
-        self.steps_taken = StepsTaken()
 
     def find(self, up_to: Callable[[str], int | None]) -> bool:
         """Finds a checkpoint of at most a step; False also where the run has resumed. Collective.

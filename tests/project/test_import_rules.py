@@ -121,7 +121,7 @@ PUBLIC_MODULES: dict[str, str] = {
     ),
     "data": "keyed loader_traits position prefetching source",
     "record": "comparison conditions journal moments step_values trace",
-    "run": "components loop loops options progress report run steps_taken",
+    "run": "components discovery loop loops options progress report run steps_taken",
     "frameworks": "accelerate deepspeed training_identity",
     "launcher": "processes",
     "places": "copies memory mirror place",
