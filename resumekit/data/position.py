@@ -115,10 +115,6 @@ class DataPosition(Checked, BeforeSave):
     def live_objects(self) -> list[Any]:
         return [each for source in self.sources.values() for each in source.saved_objects()]
 
-    def empty_copy(self) -> DataPosition:
-        """A position with the same settings and no loader."""
-        return DataPosition(self._seed, allowed_changes=self._allowed_changes)
-
     def feed(self, loader: Any, name: str | None = None, *, repeat: bool = False) -> Feed:
         """What a loop over this loader, or over a dict of loaders, draws from.
 
@@ -319,6 +315,28 @@ class DataPosition(Checked, BeforeSave):
     def resplit_state_dict(self, states: Mapping[int, Any], change: WorldChange) -> Resplit:
         return resplit_positions(states, change)
 
+    def usage(self, loader: Any, state: Mapping[str, Any] | None) -> EpochUsage:
+        """What the position in a checkpoint means for the loader of a run's one loop.
+
+        Changes nothing here.
+
+        Args:
+            loader: the loader.
+            state: the checkpoint's position, or None where a run starts.
+
+        Raises:
+            DataPositionError: the loader does not fit the position.
+            InvalidStateError: the position lacks a field.
+        """
+        trial = DataPosition(self._seed, allowed_changes=self._allowed_changes)
+        trial.check_content(Slot.DATA.value, state or {})
+        trial.load_state_dict(state or {})
+        source = trial.open(loader, DEFAULT_NAME)
+        is_within = source.continues
+        num_used = source.batch if is_within else 0
+        per_epoch = source.epoch_batches if is_within else source.num_batches
+        return EpochUsage(num_used, None if per_epoch is None else per_epoch - num_used)
+
 
 def open_source(loader: Any, name: str, seed: RunSeed | None = None) -> Source:
     """The source of a loader: exact seeking for map-style DataLoaders, replay for the rest.
@@ -335,28 +353,6 @@ def open_source(loader: Any, name: str, seed: RunSeed | None = None) -> Source:
     if traits.kind == MAP:
         return open_map(traits, name)
     return StatefulSource(traits, name) if traits.kind == STATEFUL else ReplaySource(traits, name)
-
-
-def epoch_usage(saved: DataPosition, loader: Any, state: Mapping[str, Any] | None) -> EpochUsage:
-    """What the position in a checkpoint means for the loader of a run's one loop.
-
-    Args:
-        saved: the run's position; it is not changed.
-        loader: the loader.
-        state: the checkpoint's position, or None where a run starts.
-
-    Raises:
-        DataPositionError: the loader does not fit the position.
-        InvalidStateError: the position lacks a field.
-    """
-    trial = saved.empty_copy()
-    trial.check_content(Slot.DATA.value, state or {})
-    trial.load_state_dict(state or {})
-    source = trial.open(loader, DEFAULT_NAME)
-    is_within = source.continues
-    num_used = source.batch if is_within else 0
-    per_epoch = source.epoch_batches if is_within else source.num_batches
-    return EpochUsage(num_used, None if per_epoch is None else per_epoch - num_used)
 
 
 def saved_batch_size(state: Mapping[str, Any]) -> int | None:

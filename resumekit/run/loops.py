@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from resumekit.data.position import EpochUsage, Feed, epoch_usage
+from resumekit.data.position import EpochUsage, Feed
 from resumekit.data.source import Source
 from resumekit.errors import DataPositionError, ResumekitError
 from resumekit.run.fetch import end_resume, enter_loop
@@ -432,7 +432,7 @@ class FrameworkLoop:
             DataPositionError: the loader does not fit the position in the checkpoint.
         """
         run = self._loop.run
-        return epoch_usage(run.position, loader, run.saved(Slot.DATA.value))
+        return run.position.usage(loader, run.saved(Slot.DATA.value))
 
     def resume(self) -> ResumeReport:
         """Restores all but the data position and the random state. Collective, idempotent.

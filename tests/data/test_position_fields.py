@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from resumekit.data.keyed import RunSeed
-from resumekit.data.position import DataPosition, epoch_usage
+from resumekit.data.position import DataPosition
 from resumekit.data.prefetching import PrefetchedLoader
 from resumekit.errors import InvalidStateError
 
@@ -99,7 +99,7 @@ def test_it_is_refused_where_the_usage_of_an_epoch_is_asked() -> None:
     state = saved_position("map")
     del state["train"]["samples"]
     with pytest.raises(InvalidStateError, match="samples"):
-        epoch_usage(DataPosition(), map_style(), state)
+        DataPosition().usage(map_style(), state)
 
 
 def test_a_state_of_another_type_is_refused() -> None:
