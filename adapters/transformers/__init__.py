@@ -226,13 +226,7 @@ class ResumeCallback(TrainerCallback):
         # First, so that the others see the restored state.
         callbacks = self._trainer.callback_handler.callbacks
         callbacks[:] = [self, *(each for each in callbacks if each is not self)]
-        self._user_state = user_state(
-            self._trainer,
-            without=self,
-            others=self._saved_elsewhere,
-            transient=self._options.transient,
-            limit_bytes=self._options.user_state_limit,
-        )
+        self._user_state = user_state(self._trainer, without=self, others=self._saved_elsewhere)
         self._settings = changed_settings(self._trainer)
         self._in_training, self._loss = False, None
         if self._loop.finished:

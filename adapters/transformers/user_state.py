@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -40,22 +40,13 @@ _NOT_SETTINGS = frozenset({"eval_on_start", "save_total_limit", "max_steps", "nu
 _CALLBACKS = Slot.CALLBACKS.value
 
 
-def user_state(
-    trainer: Any,
-    *,
-    without: Any,
-    others: Iterable[Any],
-    transient: Collection[str],
-    limit_bytes: int,
-) -> UserState:
+def user_state(trainer: Any, *, without: Any, others: Iterable[Any]) -> UserState:
     """The user state of callbacks, of a class derived from Trainer, and of what it calls.
 
     Args:
         trainer: the ``transformers.Trainer``.
         without: the callback that has no user state.
         others: objects that other components save.
-        transient: see ``Options``.
-        limit_bytes: see ``Options.user_state_limit``.
     """
     callbacks = [each for each in trainer.callback_handler.callbacks if each is not without]
     given = list(others)
@@ -77,8 +68,6 @@ def user_state(
         },
         key=f"{_CALLBACKS}/attributes",
         foreign=foreign,
-        transient=transient,
-        limit_bytes=limit_bytes,
     )
 
 
