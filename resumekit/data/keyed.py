@@ -41,7 +41,7 @@ from resumekit.data.loader_traits import (
     without_prefetch,
 )
 from resumekit.data.map_style import BatchMark, MapSource
-from resumekit.data.seeking import EPOCH_START, OrderDigest, RecordingSampler
+from resumekit.data.seeking import EPOCH_START, RecordingSampler
 from resumekit.data.workers import BatchWithNote, ReplacedDataset, RestoringInit
 from resumekit.errors import ConfigurationError, DriftError, UnsupportedValueError
 from resumekit.state import Checked, Fidelity
@@ -240,23 +240,6 @@ class Repeats:
         return times
 
 
-class CountingDigest(OrderDigest):
-    """A digest of an order that also counts the indices added to it.
-
-    Args:
-        order: the digest.
-        repeats: counts them.
-    """
-
-    def __init__(self, order: OrderDigest, repeats: Repeats) -> None:
-        super().__init__(order.digest, order.packed)
-        self._repeats = repeats
-
-    def add(self, indices: Any) -> bytes | None:
-        self._repeats.count(indices)
-        return super().add(indices)
-
-
 # ---------------------------------------------------------------- the samples of a loader
 
 
@@ -441,11 +424,10 @@ class KeyedSampler(RecordingSampler):
             yield KeyedBatch(given, self._epoch, repeats)
 
     def _seek_position(self, inner: Iterator[Any]) -> Iterator[Any]:
-        order = self.order
-        if self._repeats is not None:
-            self.order = CountingDigest(order, self._repeats)
+        # What is passed over is counted as well; the batches that follow are when they are given.
+        self.order.count = None if self._repeats is None else self._repeats.count
         rest = super()._seek_position(inner)
-        self.order = order
+        self.order.count = None
         return rest
 
 

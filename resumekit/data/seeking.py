@@ -43,10 +43,12 @@ class OrderDigest:
     Args:
         digest: of what came before.
         packed: takes the indices themselves, as ``packed_integers``; None where nobody needs them.
+        count: is given the indices as well; None where nobody counts them.
     """
 
     digest: Any = field(default_factory=xxhash.xxh3_128)
     packed: list[bytes | None] | None = None
+    count: Callable[[Any], object] | None = None
 
     def add(self, indices: Any) -> bytes | None:
         """Takes in the indices of one batch, or of several in a row.
@@ -58,6 +60,8 @@ class OrderDigest:
         self.digest.update(_index_bytes(indices) if packed is None else packed)
         if self.packed is not None:
             self.packed.append(packed)
+        if self.count is not None:
+            self.count(indices)
         return packed
 
     def hexdigest(self) -> str:

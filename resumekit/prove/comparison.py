@@ -277,10 +277,10 @@ def compare(
     own_values: dict[str, None] = {}
     for rank, processes in expected.items():
         judged = found.get(rank, ())
-        truth = _Truth(processes, judged, tolerance)
-        own_values.update(dict.fromkeys(truth.own_values()))
-        divergences += _execution_divergences(truth, rank, judged, firsts)
-        divergences += _missing_parts(truth.run, rank, judged, last_launch)
+        judge = _RankJudge(rank, processes, judged, tolerance)
+        own_values.update(dict.fromkeys(judge.own_values()))
+        divergences += judge.divergences(firsts)
+        divergences += judge.missing_parts(last_launch)
     divergences += [_extra_rank(rank) for rank in found if rank not in expected]
     first_rank = min(expected)
     resumes = _resumes(found.get(first_rank, ()))
@@ -348,27 +348,35 @@ def _with_ordinals(process: TracedProcess) -> Iterator[tuple[Moment, int]]:
         counts[record.step] += record.kind == STEP
 
 
-class _Truth:
-    """What one rank of the judged run must have done."""
+class _RankJudge:
+    """Holds what one rank of a run has done against what the same rank of the reference did.
+
+    Args:
+        rank: which one.
+        reference: its processes in the uninterrupted run.
+        candidate: those in the judged run, in the order of the launches.
+        tolerance: see ``compare``.
+    """
 
     def __init__(
         self,
+        rank: int,
         reference: tuple[TracedProcess, ...],
         candidate: tuple[TracedProcess, ...],
         tolerance: float | None,
     ) -> None:
-        self._tolerance = tolerance
-        self.run = _logical_run(reference)
+        self._rank, self._candidate, self._tolerance = rank, candidate, tolerance
+        self._run = _logical_run(reference)
         self._idle_generators = idle_generators(reference)
         constant = constant_leaves(reference)
         own_values = values_before_the_first_kill(candidate).items()
         self._own_values = {leaf: value for leaf, value in own_values if leaf in constant}
         self._own_checkpoints: dict[MicroStep, Moment] = {}
 
-    def differences(self, record: Moment, ordinal: int) -> list[Difference]:
+    def _differences(self, record: Moment, ordinal: int) -> list[Difference]:
         """What is wrong with one record."""
         if record.kind == STEP:
-            expected = self.run.steps.get((record.step, ordinal))
+            expected = self._run.steps.get((record.step, ordinal))
             if expected is None:
                 return [(RUN, "", "trained", "no such step")]
             return described_differences(
@@ -378,7 +386,7 @@ class _Truth:
                 tolerance=self._tolerance,
             )
         if record.kind == END:
-            end = self.run.end
+            end = self._run.end
             if end is None or end.step != record.step:
                 there = "no end" if end is None else f"the end at step {end.step}"
                 return [(RUN, "end", f"the end at step {record.step}", there)]
@@ -390,7 +398,7 @@ class _Truth:
             return []
         # Where the end of an epoch could not be foreseen, one micro-step has two checkpoints: the
         # one that was due, and the one that records the end.
-        all_expected = self.run.checkpoints.get(record.key[1:])
+        all_expected = self._run.checkpoints.get(record.key[1:])
         if all_expected:
             return min((self._state_differences(record, each) for each in all_expected), key=len)
         # A save by time may fall on another step in the reference run. What was resumed is then
@@ -402,7 +410,7 @@ class _Truth:
 
     def own_values(self) -> list[str]:
         """The names of the values that the judged run is compared with itself for."""
-        first = next(iter(self.run.checkpoints.values()), None)
+        first = next(iter(self._run.checkpoints.values()), None)
         leaves = first[0].components if first else {}
         return [
             f"{key}: {leaf}"
@@ -410,43 +418,61 @@ class _Truth:
             if leaves.get(key, {}).get(leaf) != value
         ]
 
-    def learn(self, process: TracedProcess) -> None:
-        """Remembers what a launch saved, for those that follow it."""
-        saved = records_of([process], CHECKPOINT)
-        self._own_checkpoints.update({record.key[1:]: record for record in saved})
-
     def _state_differences(self, record: Moment, expected: Moment) -> list[Difference]:
         if self._tolerance is not None:
             return []
         return described_differences(record, with_own_values(expected, self._own_values))
 
+    def divergences(self, firsts: dict[str, Divergence]) -> Iterator[Divergence]:
+        """The first divergence of every launch, in the order in which its records were written.
 
-def _execution_divergences(
-    truth: _Truth, rank: int, processes: Iterable[TracedProcess], firsts: dict[str, Divergence]
-) -> Iterator[Divergence]:
-    """The first divergence of every launch, in the order in which its records were written.
+        What follows it is only its consequence, even where that carries a smaller step: a run that
+        lost its progress counts from the start again.
 
-    What follows it is only its consequence, even where that carries a smaller step: a run that
-    lost its progress counts from the start again.
+        Args:
+            firsts: receives the first divergence of each component.
+        """
+        for process in self._candidate:
+            is_first = True
+            for record, ordinal in _with_ordinals(process):
+                differences = self._differences(record, ordinal)
+                for difference in differences:
+                    one = self._divergence(record, process, [difference])
+                    firsts.setdefault(one.component, one)
+                if differences and is_first:
+                    one = self._divergence(record, process, differences)
+                    yield _restart(one) if _has_first_weights(process) else one
+                    is_first = False
+            saved = records_of([process], CHECKPOINT)  # for the launches that follow
+            self._own_checkpoints.update({record.key[1:]: record for record in saved})
 
-    Args:
-        truth: what must have been recorded.
-        rank: whose processes these are.
-        processes: in the order of the launches.
-        firsts: receives the first divergence of each component.
-    """
-    for process in processes:
-        is_first = True
-        for record, ordinal in _with_ordinals(process):
-            differences = truth.differences(record, ordinal)
-            for difference in differences:
-                one = _divergence(record, rank, process.launch, [difference])
-                firsts.setdefault(one.component, one)
-            if differences and is_first:
-                one = _divergence(record, rank, process.launch, differences)
-                yield _restart(one) if _has_first_weights(process) else one
-                is_first = False
-        truth.learn(process)
+    def _divergence(
+        self, record: Moment, process: TracedProcess, differences: list[Difference]
+    ) -> Divergence:
+        first, *rest = differences
+        others = dict.fromkeys(component for component, *_ in rest if component != first[0])
+        where = record.kind, process.launch
+        return Divergence(record.step, self._rank, *first, *where, tuple(others))
+
+    def missing_parts(self, last_launch: int | None) -> Iterator[Divergence]:
+        """What the reference did and the logical run of the candidate did not."""
+        rank, truth, logical = self._rank, self._run, _logical_run(self._candidate)
+        launch = last_launch
+        if launch is None:
+            launch = max((process.launch for process in self._candidate), default=1)
+        for step, _ in sorted(truth.steps.keys() - logical.steps.keys())[:1]:
+            yield Divergence(step, rank, RUN, "", "never trained", "trained", STEP, launch)
+        if truth.end is not None and logical.end is None:
+            step = truth.end.step
+            yield Divergence(step, rank, RUN, "end", "never reached", "reached", END, launch)
+        saved: list[int] = []
+        for process in self._candidate:
+            trained = steps_of([process], STEP)
+            if saved and trained and not steps_of([process], RESUMED):
+                found = f"a fresh start at step {trained[0]}"
+                expected = f"a resume from the checkpoint of step {max(saved)}"
+                yield Divergence(trained[0], rank, RUN, "", found, expected, STEP, process.launch)
+            saved += durable_steps([process])
 
 
 def _has_first_weights(process: TracedProcess) -> bool:
@@ -458,28 +484,6 @@ def _restart(divergence: Divergence) -> Divergence:
     others = (divergence.component, *divergence.others)
     found = "weights of step 1" if divergence.leaf != WEIGHTS else divergence.found
     return replace(divergence, component=RUN, leaf=WEIGHTS, found=found, others=others)
-
-
-def _missing_parts(
-    truth: _LogicalRun, rank: int, processes: tuple[TracedProcess, ...], last_launch: int | None
-) -> Iterator[Divergence]:
-    """What the reference did and the logical run of the candidate did not."""
-    logical = _logical_run(processes)
-    launch = last_launch
-    if launch is None:
-        launch = max((process.launch for process in processes), default=1)
-    for step, _ in sorted(truth.steps.keys() - logical.steps.keys())[:1]:
-        yield Divergence(step, rank, RUN, "", "never trained", "trained", STEP, launch)
-    if truth.end is not None and logical.end is None:
-        yield Divergence(truth.end.step, rank, RUN, "end", "never reached", "reached", END, launch)
-    saved: list[int] = []
-    for process in processes:
-        trained = steps_of([process], STEP)
-        if saved and trained and not steps_of([process], RESUMED):
-            found = f"a fresh start at step {trained[0]}"
-            expected = f"a resume from the checkpoint of step {max(saved)}"
-            yield Divergence(trained[0], rank, RUN, "", found, expected, STEP, process.launch)
-        saved += durable_steps([process])
 
 
 def _resumes(processes: tuple[TracedProcess, ...]) -> tuple[Resume, ...]:
@@ -496,15 +500,6 @@ def _resumes(processes: tuple[TracedProcess, ...]) -> tuple[Resume, ...]:
             first = steps[0] if first is None else min(first, steps[0])
             newest = max([*steps, newest or 0])
     return tuple(resumes)
-
-
-def _divergence(
-    record: Moment, rank: int, launch: int, differences: list[Difference]
-) -> Divergence:
-    others = dict.fromkeys(component for component, *_ in differences)
-    first = differences[0]
-    del others[first[0]]
-    return Divergence(record.step, rank, *first, record.kind, launch, tuple(others))
 
 
 def _notes(ranks: Mapping[int, tuple[TracedProcess, ...]]) -> Iterator[str]:
