@@ -44,8 +44,6 @@ from resumekit.data.seeking import (
     DRAWN_HERE,
     RecordingSampler,
     Seek,
-    counted_position,
-    find_seeker,
     is_reshared,
     start_of,
     unpack_order,
@@ -249,13 +247,7 @@ class MapSource(Source):
             self._samples = pending["samples"]
             seek = Seek(
                 **self._epoch_start(pending),
-                seeker=find_seeker(
-                    pending,
-                    self._batching,
-                    self._order_name,
-                    self._sampler.followed,
-                    where=self.name,
-                ),
+                seeker=self._sampler.seeker(pending, self._batching, where=self.name),
                 items=unpack_order(pending["order"]) if pending.get("order") else None,
                 num_padding=self._num_padding(),
                 eager=self.traits.num_workers == 0,
@@ -300,11 +292,24 @@ class MapSource(Source):
         name = self._order_name()
         if name["kind"] in (DRAWN, UNKNOWN):
             self._unknown = DRAWN_HERE
-        found = {**self._state(), **_NO_EPOCH, "num_workers": self.traits.num_workers}
+        batching, found = self._batching, {**self._state(), **_NO_EPOCH}
         found |= {key: state[key] for key in SHARED if key in state}
+        size = state["geometry"].get("batch_size")
         if "batch_size" in state["geometry"]:
-            found["geometry"]["batch_size"] = state["geometry"]["batch_size"]
-        return {**found, **counted_position(state, self._batching, name)}
+            found["geometry"]["batch_size"] = size
+        used = {"since": 0, "replica": batching.replica, "num_replicas": batching.num_replicas}
+        return {
+            **found,
+            "num_workers": self.traits.num_workers,
+            "samples": state["batch"] * (size or batching.batch_size) * batching.num_replicas,
+            "generators": {},  # they stay where the order is drawn from
+            "order_name": name,
+            "used": {**used, "in_a_row": batching.in_a_row, "digest": None},
+            "sampler": sampler_setting(name),
+            "before": None,
+            "workers": {},
+            **({"ahead": state["ahead"]} if state["ahead"] else {}),
+        }
 
     def _epoch_start(self, pending: Mapping[str, Any]) -> dict[str, Any]:
         """What the loader's own sampler is to draw the current epoch from, see ``Seek``."""
@@ -455,7 +460,7 @@ class MapSource(Source):
         batching = Batching.of(loader)
         describe = partial(order_name, batching.sampler, private)
         again = RecordingSampler(inner, RngState(private), describe)
-        seeker = find_seeker(state, batching, describe, again.followed, where=self.name)
+        seeker = again.seeker(state, batching, where=self.name)
         start, draws, num_batches = start_of(state), state["draws"], state["batch"]
         again.seek(Seek(**start, seeker=seeker, eager=True, num_batches=num_batches, draws=draws))
         iter(again)

@@ -336,6 +336,33 @@ class RecordingSampler:
             return iter(self.followed)
         return iter(BatchSampler(self.followed, batches.batch_size, batches.drop_last))
 
+    def seeker(self, state: Mapping[str, Any], batching: Batching, *, where: str) -> Seeker:
+        """How it reaches a position.
+
+        Args:
+            state: the position, in this loader's geometry.
+            batching: how the loader divides its order.
+            where: the loader's name.
+
+        Returns:
+            It raises DataPositionError when the position is not in the epoch that ``inner`` gives.
+        """
+        digest, reshared = state["used"]["digest"], is_reshared(state)
+        is_turn = batching.by_batches and not reshared
+        if batching.sampler is None or state["draws"] or is_turn:
+            return partial(_skip_batches, where=where, num_batches=state["batch"], digest=digest)
+        if reshared or batching.has_random_access:
+            return lambda drawn, order: batching.in_batches(
+                _rest_of_epoch(state, batching, self._describe(), where=where)
+            )
+        then, now = state["order_name"], self._describe()
+        is_known = {then["kind"], now["kind"]} <= NAMED
+        if digest is None or (is_known and sampler_setting(then) != sampler_setting(now)):
+            require_same_name(then, now, where)
+        used = used_here(state)
+        skip = partial(_skip_samples, samples=self.followed, batching=batching)
+        return partial(skip, where=where, num_samples=used, digest=digest)
+
     def drawn_order(self) -> dict[str, Any] | None:
         """The whole order of the epoch, where it has no name and the sampler has drawn it all."""
         packed, latest = self.order.packed, self._latest
@@ -381,43 +408,6 @@ class RecordingSampler:
 _CHUNK = 1 << 16
 
 
-def find_seeker(
-    state: Mapping[str, Any],
-    batching: Batching,
-    live_name: Callable[[], Mapping[str, Any]],
-    samples: Iterable[Any],
-    *,
-    where: str,
-) -> Seeker:
-    """How the sampler reaches a position.
-
-    Args:
-        state: the position, in this loader's geometry.
-        batching: how the loader divides its order.
-        live_name: returns the name of the order that its sampler is about to give.
-        samples: the sampler's single indices.
-        where: the loader's name.
-
-    Returns:
-        It raises DataPositionError when the position is not in the epoch that the sampler gives.
-    """
-    digest, reshared = state["used"]["digest"], is_reshared(state)
-    is_turn = batching.by_batches and not reshared
-    if batching.sampler is None or state["draws"] or is_turn:
-        return partial(_skip_batches, where=where, num_batches=state["batch"], digest=digest)
-    if reshared or batching.has_random_access:
-        return lambda drawn, order: batching.in_batches(
-            _rest_of_epoch(state, batching, live_name(), where=where)
-        )
-    then, now = state["order_name"], live_name()
-    is_known = {then["kind"], now["kind"]} <= NAMED
-    if digest is None or (is_known and sampler_setting(then) != sampler_setting(now)):
-        require_same_name(then, now, where)
-    used = used_here(state)
-    skip = partial(_skip_samples, samples=samples, batching=batching)
-    return partial(skip, where=where, num_samples=used, digest=digest)
-
-
 def is_reshared(state: Mapping[str, Any]) -> bool:
     """Whether the rest of the epoch is not the one that the loader's own sampler gives."""
     return bool(state.get("reshared")) or state["used"]["since"] > 0
@@ -433,30 +423,6 @@ DRAWN_HERE = (
     "how this epoch was drawn is not in the checkpoint that was imported: its rest is that of the "
     "order that this launch has drawn"
 )
-
-
-def counted_position(
-    state: Mapping[str, Any], batching: Batching, name: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What of a position follows from the batches that were used of an epoch.
-
-    Args:
-        state: as another program has counted it.
-        batching: how the loader divides its order.
-        name: of the order that its sampler gives in the epoch.
-    """
-    used = {"since": 0, "replica": batching.replica, "num_replicas": batching.num_replicas}
-    size = state["geometry"].get("batch_size")
-    return {
-        "samples": state["batch"] * (size or batching.batch_size) * batching.num_replicas,
-        "generators": {},  # they stay where the order is drawn from
-        "order_name": name,
-        "used": {**used, "in_a_row": batching.in_a_row, "digest": None},
-        "sampler": sampler_setting(name),
-        "before": None,
-        "workers": {},
-        **({"ahead": state["ahead"]} if state["ahead"] else {}),
-    }
 
 
 def used_here(state: Mapping[str, Any]) -> int:
