@@ -17,7 +17,7 @@ from torch import nn
 from resumekit.capture.nested_state import class_name
 from resumekit.capture.user_state.exclusions import is_secret
 from resumekit.capture.user_state.walk import content_digest
-from resumekit.live import is_library_file
+from resumekit.live.frames import is_library_file
 
 _MAX_BYTES = 2**28  # of the data whose content is digested
 _NUM_ROWS = 3  # of a dataset that is not in memory

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from types import CodeType
@@ -78,7 +77,7 @@ def stored_names(code: CodeType, lasti: int) -> frozenset[str]:
     """
     simulation, offset = simulate(code), find_executed(code, lasti)
     _check_reached(simulation, code, offset)
-    reached = _reach(simulation, simulation.successors[offset] + simulation.handlers[offset], ())
+    reached = _reached_after(simulation, offset)
     accesses = (
         each for offset in reached for each in list_accesses(simulation.instructions[offset])
     )
@@ -300,13 +299,13 @@ def _is_clock(value: Operand) -> bool:
     return owner[-1:] == ["datetime"] and name in ("now", "utcnow", "today") and value.is_call
 
 
-def _reach(simulation: Simulation, starts: Iterable[int], stops: Iterable[int]) -> set[int]:
-    """The instructions that may run after the starts, up to the stops."""
+def _reached_after(simulation: Simulation, offset: int) -> set[int]:
+    """The instructions that may run after an instruction."""
     reached: set[int] = set()
-    waiting = set(starts) - {*stops}
+    waiting = {offset}
     while waiting:
-        offset = waiting.pop()
-        reached.add(offset)
-        after = simulation.successors[offset] + simulation.handlers[offset]
-        waiting |= {*after} - reached - {*stops}
+        each = waiting.pop()
+        after = {*simulation.successors[each], *simulation.handlers[each]} - reached
+        reached |= after
+        waiting |= after
     return reached

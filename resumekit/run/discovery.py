@@ -24,7 +24,7 @@ from resumekit.capture.slots import slot_of
 from resumekit.capture.user_state.value_types import is_library
 from resumekit.distributed import World
 from resumekit.errors import ConfigurationError, InvalidStateError, StateMismatchError
-from resumekit.live import find_frames
+from resumekit.live.frames import find_frames
 from resumekit.run.report import Reporter
 from resumekit.run.resuming.finder import Found
 from resumekit.run.steps_taken import inner_optimizers

@@ -25,20 +25,22 @@ from resumekit.capture.user_state.user_state import UserState, label_of
 from resumekit.capture.user_state.value_types import SCALARS, is_code, is_left_out
 from resumekit.capture.user_state.walk import Paths, Seen, Walk
 from resumekit.errors import StateMismatchError
-from resumekit.live import (
+from resumekit.live.counts_and_operands import (
     EnumerateCounts,
     Enumerations,
-    LiveFrame,
-    Site,
     count_line,
     find_asked,
-    find_frames,
     has_operands,
     is_counter,
     moved_ranges,
-    name_frames,
     operand_lines,
     range_positions,
+)
+from resumekit.live.frames import (
+    LiveFrame,
+    Site,
+    find_frames,
+    name_frames,
     state_variables,
     variables_by_path,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, TypedDict
 
 from resumekit.capture.user_state.table import Followable, SavedSlot, UserStateFields
-from resumekit.live import EnumerateCounts
+from resumekit.live.counts_and_operands import EnumerateCounts
 from resumekit.state import Count
 
 

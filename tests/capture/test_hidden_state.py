@@ -294,7 +294,7 @@ def test_a_library_may_be_installed_into_any_folder(tmp_path: Path) -> None:
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-build-isolation"]
     subprocess.run([*install, "--target", str(libs), str(project)], check=True)
     (libs / "script.py").write_text(
-        "import keepers\nfrom resumekit.live import is_library_file\n"
+        "import keepers\nfrom resumekit.live.frames import is_library_file\n"
         "print(is_library_file(keepers.__file__), is_library_file(__file__))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

@@ -31,8 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:  # run as a script
     sys.path.insert(0, str(ROOT))
 
-from resumekit.live import find_frames  # noqa: E402  the path comes first
 from resumekit.live.bytecode import live_names, loaded_globals, operands  # noqa: E402
+from resumekit.live.frames import find_frames  # noqa: E402  the path comes first
 
 FILENAME = "<generated>"
 MODULUS = 1009

@@ -12,7 +12,7 @@ import types
 import weakref
 
 from resumekit.errors import StateMismatchError
-from resumekit.live import LiveFrame, Site, digest_code, find_frames
+from resumekit.live.frames import LiveFrame, Site, digest_code, find_frames
 
 
 class Owner:

@@ -12,8 +12,8 @@ import itertools
 import sys
 import types
 
-from resumekit.live import find_frames
 from resumekit.live.bytecode import operands
+from resumekit.live.frames import find_frames
 
 NUM_ITEMS = 17
 SAVED_AT = 8

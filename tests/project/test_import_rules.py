@@ -119,6 +119,7 @@ PUBLIC_MODULES: dict[str, str] = {
         "rng scheduler slots user_state.attributes user_state.exclusions user_state.table "
         "user_state.user_state user_state.value_types user_state.walk"
     ),
+    "live": "counts_and_operands frames",
     "data": "keyed loader_traits position prefetching source",
     "record": "comparison conditions journal moments step_values trace",
     "run": "components discovery loop loops options progress report run steps_taken",
@@ -157,8 +158,8 @@ SAME_FRAMEWORK = {"lightning": {"pytorch_lightning"}, "transformers": {"peft", "
 # Packages that must not import torch through another package either.
 TORCH_FREE = (
     *("resumekit.errors", "resumekit.state", "resumekit.storage"),
-    *("resumekit.launcher", "resumekit.attach", "resumekit.supervisor", "resumekit.live"),
-    "resumekit.places.copies",
+    *("resumekit.launcher", "resumekit.attach", "resumekit.supervisor"),
+    *("resumekit.live.counts_and_operands", "resumekit.places.copies"),
 )
 
 IMPORT_FUNCTIONS = frozenset({"__import__", "importlib.import_module", "import_module"})

@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader
 
 from resumekit.capture.nested_state import class_name
 from resumekit.capture.rng import GENERATOR_TYPES
-from resumekit.live import digest_code, is_library_file, is_on_stack
+from resumekit.live.frames import digest_code, is_library_file, is_on_stack
 from resumekit.state import Stateful
 
 

@@ -50,7 +50,7 @@ from resumekit.capture.user_state.value_types import (
     sort_of,
     top_package,
 )
-from resumekit.live import is_library_file
+from resumekit.live.frames import is_library_file
 from resumekit.state import CaptureLine, Fidelity, Stateful
 
 _LIGHTNING = frozenset({"lightning", "pytorch_lightning"})
