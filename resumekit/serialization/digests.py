@@ -133,14 +133,11 @@ def leaves_of(
 
 def _digest(leaf: Any, path: StatePath) -> str:
     header: Any
-    if is_sharded(leaf):
+    if isinstance(leaf, torch.Tensor) or is_sharded(leaf):
         local = local_part(leaf)
         check_tensor(local, path)
-        box = str(box_of(leaf, str(path)))
-        header, pieces = [str(leaf.dtype), list(leaf.shape), box], buffers_of(local)
-    elif isinstance(leaf, torch.Tensor):
-        check_tensor(leaf, path)
-        header, pieces = [str(leaf.dtype), list(leaf.shape)], buffers_of(leaf)
+        header, pieces = [str(leaf.dtype), list(leaf.shape)], buffers_of(local)
+        header += [str(box_of(leaf, str(path)))] if is_sharded(leaf) else []
     elif type(leaf) is np.ndarray:
         header, pieces = [described_dtype(leaf.dtype, path), list(leaf.shape)], buffers_of(leaf)
     elif type(leaf) is bytes:

@@ -529,7 +529,7 @@ def _complex(value: complex, path: StatePath, depth: int) -> Any:
 
 
 def _str(value: str, _: StatePath, __: int) -> Any:
-    if _has_surrogates(value):  # JSON would join two of them to one character
+    if has_surrogates(value):  # JSON would join two of them to one character
         return {"$str": value.encode("utf-8", "surrogatepass").hex()}
     return value
 
@@ -561,17 +561,11 @@ def described_dtype(dtype: np.dtype[Any], path: StatePath) -> Any:
 
 
 def _are_plain_keys(keys: Iterable[Any]) -> bool:
-    for key in keys:
-        if type(key) is not str or key[:1] == "$" or not (key.isascii() or _is_text(key)):
-            return False
-    return True
+    return all(type(k) is str and k[:1] != "$" and not has_surrogates(k) for k in keys)
 
 
-def _is_text(key: str) -> bool:
-    return not _has_surrogates(key)
-
-
-def _has_surrogates(text: str) -> bool:
+def has_surrogates(text: str) -> bool:
+    """Whether UTF-8 has no bytes for some of its characters."""
     return not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text)
 
 
@@ -580,6 +574,3 @@ def _without_enums(key: Any) -> Any:
     if isinstance(key, Enum):
         return _without_enums(key.value)
     return tuple(map(_without_enums, key)) if isinstance(key, tuple) else key
-
-
-# ---------------------------------------------------------------- the state of one rank

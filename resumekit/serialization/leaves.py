@@ -149,18 +149,25 @@ class Leaf(NamedTuple):
     @property
     def is_in_host_memory(self) -> bool:
         """Whether its bytes lie there as they are stored, so that ``buffers`` copies nothing."""
-        if isinstance(self.source, torch.Tensor):
-            return self.source.is_cpu and is_plain(self.source)
-        return isinstance(self.source, bytes) or self.source.flags.c_contiguous
+        return _lies_as_stored(self.source)
 
 
 def buffers_of(source: torch.Tensor | npt.NDArray[Any] | bytes) -> Iterator[memoryview]:
     """The bytes of a value in row-major order, in pieces of at most CHUNK_BYTES."""
-    if isinstance(source, torch.Tensor):
-        return _tensor_buffers(source)
     if isinstance(source, bytes):
-        return pieces(memoryview(source))
-    return _array_buffers(source)
+        source = np.frombuffer(source, np.uint8)
+    chunks: Iterable[Any] = [source] if source.nbytes else ()
+    if source.nbytes and not _lies_as_stored(source):  # a chunk at a time is copied
+        values = stored_values(source) if isinstance(source, torch.Tensor) else source
+        chunks = chunks_of(values, CHUNK_BYTES)
+    for chunk in chunks:
+        yield from pieces(_bytes_in_host_memory(chunk))
+
+
+def _lies_as_stored(source: torch.Tensor | npt.NDArray[Any] | bytes) -> bool:
+    if isinstance(source, torch.Tensor):
+        return source.is_cpu and is_plain(source)
+    return isinstance(source, bytes) or source.flags.c_contiguous
 
 
 def bytes_leaf(source: npt.NDArray[Any] | bytes) -> Leaf:
@@ -247,36 +254,11 @@ def stored_values(tensor: torch.Tensor) -> torch.Tensor:
     return retyped(tensor, plain, int(tensor.storage_offset()), shape, strides)
 
 
-def _tensor_buffers(tensor: torch.Tensor) -> Iterator[memoryview]:
-    if tensor.numel() == 0:
-        return
-    if tensor.is_cpu and is_plain(tensor):
-        yield from pieces(flat_bytes(tensor))
-    else:
-        yield from _copied(stored_values(tensor), _tensor_bytes)
-
-
-def _tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    return flat_bytes(tensor.resolve_conj().resolve_neg().contiguous().cpu())
-
-
-def _array_buffers(array: npt.NDArray[Any]) -> Iterator[memoryview]:
-    if array.nbytes == 0:
-        return
-    if array.flags.c_contiguous:
-        yield from pieces(_array_bytes(array))
-    else:
-        yield from _copied(array, _array_bytes)
-
-
-def _array_bytes(array: npt.NDArray[Any]) -> memoryview:
-    return _view(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-
-
-def _copied(source: Any, bytes_of: Callable[[Any], memoryview]) -> Iterator[memoryview]:
-    """The bytes of a tensor or array that cannot be handed out as it lies, a chunk at a time."""
-    for chunk in chunks_of(source, CHUNK_BYTES):
-        yield from pieces(bytes_of(chunk))
+def _bytes_in_host_memory(value: torch.Tensor | npt.NDArray[Any]) -> memoryview:
+    """The bytes as they are stored; copied only where they do not lie so."""
+    if isinstance(value, torch.Tensor):
+        return flat_bytes(value.resolve_conj().resolve_neg().contiguous().cpu())
+    return _view(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
 
 
 def chunks_of(source: Any, num_bytes: int) -> Iterator[Any]:
@@ -358,7 +340,7 @@ class Image:
             for piece in buffers_of(source):
                 self._memory[begin : begin + piece.nbytes] = piece
                 begin += piece.nbytes
-        elif not (source.is_cpu and is_plain(source)):
+        elif not _lies_as_stored(source):
             self._tensors.add(stored_values(source), self._bytes[begin : begin + num_bytes])
         elif num_bytes < _LARGE_BYTES:
             _move_small(self._address + begin, source.data_ptr(), num_bytes)

@@ -339,25 +339,18 @@ def store(found: Sequence[FoundTensor], names: UniqueNames) -> StoredTensors:
     clusters = _clusters(found)
     for item in found:
         cluster = clusters.get(id(item), (item,))
-        if len(cluster) == 1 and not item.overlaps_itself:
-            _store_alone(item, stored)
-        elif cluster[0] is item:
-            _store_cluster(cluster, stored, names)
+        if cluster[0] is not item:
+            continue
+        base = _base(cluster)
+        if base is None:
+            _store_span(cluster, stored, names)
+        else:
+            _store_base(base, cluster, stored)
     return stored
 
 
-def _store_cluster(
-    cluster: Sequence[FoundTensor], stored: StoredTensors, names: UniqueNames
-) -> None:
-    base = _base(cluster)
-    if base is None:
-        _store_span(cluster, stored, names)
-    else:
-        _store_base(base, cluster, stored)
-
-
 def _clusters(found: Sequence[FoundTensor]) -> dict[int, list[FoundTensor]]:
-    """The tensors that overlap in memory with each of those that do, by id, in the order met."""
+    """The tensors that overlap in memory with each of those that do, by id."""
     first: dict[object, FoundTensor] = {}
     sharing: dict[object, list[FoundTensor]] = {}  # a storage, which most have for themselves
     for item in found:
@@ -365,16 +358,19 @@ def _clusters(found: Sequence[FoundTensor]) -> dict[int, list[FoundTensor]]:
             sharing.setdefault(item.memory, [other]).append(item)
     clusters: dict[int, list[FoundTensor]] = {}
     for items in sharing.values():
-        order = {id(item): number for number, item in enumerate(items)}
-        for cluster in _overlapping(items):
-            cluster.sort(key=lambda item: order[id(item)])
+        for cluster in overlapping(items):
             clusters.update((id(item), cluster) for item in cluster)
     return clusters
 
 
-def _overlapping(items: Sequence[FoundTensor]) -> list[list[FoundTensor]]:
-    """Tensors of one storage, those that overlap together."""
-    clusters: list[list[FoundTensor]] = []
+def overlapping(items: Sequence[Any]) -> list[list[Any]]:
+    """Parts of one memory, those that overlap together and in the given order.
+
+    Args:
+        items: each has the address where it begins, ``begin``, and the one behind it, ``end``.
+    """
+    order = {id(item): number for number, item in enumerate(items)}
+    clusters: list[list[Any]] = []
     reached = 0
     for item in sorted(items, key=attrgetter("begin", "end")):
         if clusters and item.begin < reached:
@@ -382,7 +378,7 @@ def _overlapping(items: Sequence[FoundTensor]) -> list[list[FoundTensor]]:
         else:
             clusters.append([item])
         reached = max(reached, item.end)
-    return clusters
+    return [sorted(each, key=lambda item: order[id(item)]) for each in clusters]
 
 
 def _base(items: Sequence[FoundTensor]) -> FoundTensor | None:
@@ -390,7 +386,8 @@ def _base(items: Sequence[FoundTensor]) -> FoundTensor | None:
     first = items[0]
     if first.is_unaliased:
         return first
-    if all(item.view == first.view for item in items) and not first.overlaps_itself:
+    is_one = all(item is first or item.view == first.view for item in items)
+    if is_one and not first.overlaps_itself:
         return first
     begin = min(item.begin for item in items)
     end = max(item.end for item in items)
@@ -400,15 +397,10 @@ def _base(items: Sequence[FoundTensor]) -> FoundTensor | None:
     return next(whole, None)
 
 
-def _store_alone(item: FoundTensor, stored: StoredTensors) -> None:
-    stored.leaves[item.name] = item.leaf()
-    item.node["$tensor"] = item.name
-
-
 def _store_base(base: FoundTensor, items: Sequence[FoundTensor], stored: StoredTensors) -> None:
     stored.leaves[base.name] = base.leaf()
     for item in items:
-        if item.view != base.view:
+        if item is not base and item.view != base.view:
             item.node["$tensor"] = item.view_of(base.name, base.begin)
             continue
         item.node["$tensor"] = base.name

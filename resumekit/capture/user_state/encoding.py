@@ -58,7 +58,7 @@ from resumekit.capture.user_state.value_types import (
     wraps_others,
 )
 from resumekit.capture.user_state.walk import Seen, Walk
-from resumekit.serialization.encoding import encode
+from resumekit.serialization.encoding import encode, has_surrogates
 
 _MAX_INT = 1 << 63
 _MAX_NUMBERS = 1024  # in the text; longer lists are next to it
@@ -483,7 +483,7 @@ def _is_text(value: Any) -> bool:
     if kind is int:
         return bool(-_MAX_INT < value < _MAX_INT)
     if kind is str:
-        return bool(value.isascii()) or not any("\ud800" <= each <= "\udfff" for each in value)
+        return not has_surrogates(value)
     return kind is bool or value is None
 
 

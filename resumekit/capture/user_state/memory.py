@@ -12,6 +12,8 @@ from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,9 +22,12 @@ from torch import Tensor
 
 from resumekit.capture.nested_state import describe
 from resumekit.errors import InvalidStateError, StateMismatchError
+from resumekit.serialization.leaves import retyped
 from resumekit.serialization.sharding import fill
+from resumekit.serialization.tensors import overlapping
 
 _ALIGNMENT = 16  # of the largest element
+_device_of = attrgetter("device")
 _MAX_BYTES = 64  # of a layout, per byte of the elements in it: the rest of it is never read
 
 _CONTAINERS = frozenset(
@@ -404,27 +409,18 @@ def _has_memory(value: Any) -> bool:
 
 def _overlapping(sharers: Sequence[Sharer]) -> Iterator[list[Sharer]]:
     """Those that overlap, together and in the given order."""
-    order = {id(each): number for number, each in enumerate(sharers)}
-    found: list[list[Sharer]] = []
-    device, reached = "", 0
-    for each in sorted(sharers, key=lambda each: each[2:]):
-        if each.device == device and each.begin < reached:
-            found[-1].append(each)
-        else:
-            found.append([each])
-            device, reached = each.device, 0
-        reached = max(reached, each.end)
-    for together in found:
-        if len(together) > 1 or not _is_contiguous(together[0].value):
-            yield sorted(together, key=lambda each: order[id(each)])
+    for _, group in groupby(sorted(sharers, key=_device_of), key=_device_of):
+        for together in overlapping([*group]):
+            if len(together) > 1 or not _is_contiguous(together[0].value):
+                yield together
 
 
 def _bytes_of(value: Any) -> Any:
     """The memory from its first element on, as bytes; None where that is not one piece."""
     if isinstance(value, Tensor) and _has_memory(value):
-        storage, offset = value.untyped_storage(), value.storage_offset() * value.element_size()
-        made = torch.empty(0, dtype=torch.uint8, device=value.device)
-        return made.set_(storage, offset, _extent(value, 0, strides_of(value))[1:], (1,))
+        offset = int(value.storage_offset()) * value.element_size()
+        size = _extent(value, 0, strides_of(value))[1:]
+        return retyped(value, torch.uint8, offset, size, (1,))
     if isinstance(value, np.ndarray) and value.flags.c_contiguous and not value.dtype.hasobject:
         return value.reshape(-1).view(np.uint8)
     return None
@@ -453,6 +449,5 @@ def _view(memory: Any, like: Any, offset: int, strides: Sequence[int]) -> Any:
     size, offset = like.element_size(), memory.storage_offset() + offset
     if any(each % size or each < 0 for each in (offset, *strides)):
         return None
-    made = torch.empty(0, dtype=like.dtype, device=memory.device)
-    steps = [each // size for each in strides]
-    return made.set_(memory.untyped_storage(), offset // size, like.shape, steps)
+    steps = tuple(each // size for each in strides)
+    return retyped(memory, like.dtype, offset // size, like.shape, steps)
