@@ -67,18 +67,18 @@ def is_generator_state(state: Any) -> bool:
         return False
 
 
-def _generator_of(state: Any) -> AnyGenerator | None:
+def _generator_of(state: Any, seed: int = 0) -> AnyGenerator | None:
     """A new generator of the kind of a state; None for one of a device, which may not be here."""
     if isinstance(state, torch.Tensor):
-        made = torch.Generator()
+        made = torch.Generator().manual_seed(seed)
         return made if state.numel() == made.get_state().numel() else None
     if "words" in state:
         if not isinstance(state["gauss_next"], float | None):
             raise ValueError("Python takes anything")
-        return random.Random(0)
+        return random.Random(seed)
     if not 0 <= state["state"].get("pos", 0) <= _NUM_WORDS:
         raise ValueError("NumPy takes any number")
-    bits = getattr(np.random, state["bit_generator"])(0)
+    bits = getattr(np.random, state["bit_generator"])(seed)
     if "has_gauss" in state:
         if state["has_gauss"] not in (0, 1):
             raise ValueError("NumPy takes any number")
@@ -399,36 +399,16 @@ def _derived(state: Any, name: str) -> Any:
     if isinstance(state, list):  # one for each device
         return [_derived(each, f"{name}, device {index}") for index, each in enumerate(state)]
     seed = int.from_bytes(_digest(state, name), "little")
-    if isinstance(state, torch.Tensor):
-        return _torch_state(state, seed)
-    if "words" in state:
-        return _python_state(state, seed)
-    return _numpy_state(state, seed)
-
-
-def _torch_state(state: torch.Tensor, seed: int) -> torch.Tensor:
-    if state.numel() != SEED_AND_OFFSET.size:
-        seeded = torch.Generator().manual_seed(seed).get_state()
-        return seeded if seeded.shape == state.shape else state  # of MPS
-    seed_bytes = bytearray(seed.to_bytes(_SEED_BYTES, "little"))
-    return torch.cat([torch.frombuffer(seed_bytes, dtype=torch.uint8), state[_SEED_BYTES:]])
-
-
-def _python_state(state: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    seeded: dict[str, Any] = generator_state(random.Random(seed))
-    return seeded if seeded["version"] == state["version"] else dict(state)
-
-
-def _numpy_state(state: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    kind = state.get("bit_generator")
-    if kind not in _BIT_GENERATORS:
-        return dict(state)
-    bits = getattr(np.random, kind)(seed)
-    is_legacy = "has_gauss" in state and "seed_sequence" not in state
-    generator = np.random.RandomState(bits) if is_legacy else np.random.Generator(bits)
-    seeded: dict[str, Any] = generator_state(generator)
-    # None: spawn() continues the live generator's sequence.
-    return seeded if is_legacy else {**seeded, "seed_sequence": None}
+    if isinstance(state, torch.Tensor) and state.numel() == SEED_AND_OFFSET.size:
+        seed_bytes = bytearray(seed.to_bytes(_SEED_BYTES, "little"))
+        return torch.cat([torch.frombuffer(seed_bytes, dtype=torch.uint8), state[_SEED_BYTES:]])
+    generator = _generator_of(state, seed)
+    if generator is None:  # of MPS
+        return state
+    seeded = generator_state(generator)
+    if isinstance(generator, np.random.Generator):
+        seeded["seed_sequence"] = None  # spawn() continues the live generator's sequence
+    return seeded
 
 
 def _feed(digest: Any, value: Any) -> None:
