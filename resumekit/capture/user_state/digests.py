@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
+from itertools import islice
 from typing import Any, ClassVar
 
 import numpy as np
@@ -305,9 +306,7 @@ class Content:
             self._elements(value)
 
     def _buffer(self, value: Any, path: str) -> None:
-        content = np.frombuffer(value, np.uint8)
-        self._update(f"{content.dtype.str}{content.shape}".encode())
-        self._elements(content)
+        self._without_memory(self._array, np.frombuffer(value, np.uint8), path)
 
     def _elements(self, value: Any) -> None:
         for piece in buffers_of(self._sampled(value)):
@@ -513,19 +512,11 @@ def _tag(kind: type) -> bytes:
 
 def size_of(value: Any) -> int:
     """The bytes of a value, about: of its tensors and arrays, and of what containers hold."""
-    if isinstance(value, Tensor):
-        return sum(part.nbytes for part in parts_of_tensor(value))
-    if isinstance(value, (np.ndarray, bytes, str)):
-        return int(getattr(value, "nbytes", len(value)))
-    total, waiting, met = 0, [value], set[int]()
-    while waiting:
-        each = waiting.pop()
-        if id(each) in met or len(met) > 10**6:
-            continue
-        met.add(id(each))
-        if isinstance(each, (Tensor, np.ndarray, bytes, str)):
-            total += size_of(each)
-        elif kind_of(each) is Kind.CONTAINER:
-            waiting += [*each.values()] if isinstance(each, dict) else list(each)
-        total += _OBJECT_BYTES
+    parts = {id(each): each for each in islice(parts_in(value), 10**6)}
+    total = _OBJECT_BYTES * len(parts)
+    for each in parts.values():
+        if isinstance(each, Tensor):
+            total += sum(part.nbytes for part in parts_of_tensor(each))
+        elif isinstance(each, (np.ndarray, bytes, str)):
+            total += getattr(each, "nbytes", len(each))
     return total

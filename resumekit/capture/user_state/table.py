@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Annotated, Any, TypeAlias, TypedDict
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
 import torch
@@ -24,32 +24,39 @@ from resumekit.state import Count, Misfit, Rule
 
 NODE_SEQUENCES: dict[str, Any] = {each.__name__: each for each in (*SEQUENCES, *SETS)}
 NODE_MAPPINGS: dict[str, Any] = {each.__name__: each for each in MAPPINGS}
-# The fields of each kind of node, its name first.
-_NUM_FIELDS = {
-    **dict.fromkeys(("live",), 1),
-    **dict.fromkeys(("array", "code", "data", "dtype", "device", "named", "size"), 2),
-    **dict.fromkeys((*NODE_SEQUENCES, "enum", "generator", "stateful", "object", "elsewhere"), 3),
-    **dict.fromkeys(("call", "constant", "buffer", "shared", "objects", "parts"), 3),
-    **dict.fromkeys(("namedtuple", "reduced", "new", "copy", *NODE_MAPPINGS), 4),
-    **dict.fromkeys(("tensor", "parameter"), 5),
-}
 
-# What is next to the table: the field with its index, and its type.
-_DATA: dict[str, tuple[int, Any]] = {
-    **dict.fromkeys(("tensor", "parameter"), (1, torch.Tensor)),
-    "array": (1, np.ndarray),
-    **dict.fromkeys(("buffer", "shared"), (2, bytes)),
-    "data": (1, object),
-    **dict.fromkeys(("generator", "stateful"), (2, object)),
-}
 
-# The fields that are lists of references or plain values, or the index of a list of numbers.
-_REFERENCES = {
-    **dict.fromkeys(NODE_SEQUENCES, (1,)),
-    **dict.fromkeys(NODE_MAPPINGS, (1, 2)),
-    **dict.fromkeys(("namedtuple", "reduced"), (3,)),
-    **dict.fromkeys(("call", "constant", "objects", "parts"), (2,)),
-    **dict.fromkeys(("tensor", "parameter"), (4,)),
+class _Form(NamedTuple):
+    """The fields of a kind of node.
+
+    Args:
+        num_fields: its name, which is the first one, included.
+        references: the fields that are lists of references or plain values, or the index of a list
+            of numbers.
+        data: the field with the index of what is next to the table; 0 for none.
+        data_type: the type of that.
+    """
+
+    num_fields: int
+    references: tuple[int, ...] = ()
+    data: int = 0
+    data_type: Any = str
+
+
+_FORMS: dict[Any, _Form] = {
+    "live": _Form(1),
+    **dict.fromkeys(("code", "device", "dtype", "named", "size"), _Form(2)),
+    "array": _Form(2, data=1, data_type=np.ndarray),
+    "data": _Form(2, data=1, data_type=object),
+    **dict.fromkeys(("elsewhere", "enum", "object"), _Form(3)),
+    **dict.fromkeys(("buffer", "shared"), _Form(3, data=2, data_type=bytes)),
+    **dict.fromkeys(("generator", "stateful"), _Form(3, data=2, data_type=object)),
+    **dict.fromkeys(NODE_SEQUENCES, _Form(3, (1,))),
+    **dict.fromkeys(("call", "constant", "objects", "parts"), _Form(3, (2,))),
+    **dict.fromkeys(("copy", "new"), _Form(4)),
+    **dict.fromkeys(NODE_MAPPINGS, _Form(4, (1, 2))),
+    **dict.fromkeys(("namedtuple", "reduced"), _Form(4, (3,))),
+    **dict.fromkeys(("tensor", "parameter"), _Form(5, (4,), data=1, data_type=torch.Tensor)),
 }
 
 
@@ -128,14 +135,13 @@ def _check_nodes(
     nodes: list[Any], data: Sequence[Any], mismatch: Callable[..., InvalidStateError]
 ) -> None:
     for node in nodes:
-        kind = node[0] if isinstance(node, list) and node else None
+        kind, form = _kind_of(node)
         if kind in ("tensor", "parameter") and len(node) == 4:
             node.append([])  # a former version saved no gradient
-        if not isinstance(kind, str) or len(node) != _NUM_FIELDS.get(kind):
+        if form is None or len(node) != form.num_fields:
             raise mismatch(found=f"a node {kind!r:.40}")
-        field, expected = _DATA.get(kind, (0, str))
-        content = _at(data, node[field], kind)
-        if not isinstance(content, expected) or (field and content is kind):
+        content = _at(data, node[form.data], kind)
+        if not isinstance(content, form.data_type) or (form.data and content is kind):
             raise mismatch(found=f"a node {kind} without its content")
         if kind == "generator" and not is_generator_state(content):
             raise mismatch(found="a generator with another content")
@@ -147,13 +153,17 @@ def _table_of(state: Mapping[str, Any]) -> tuple[Any, list[Any]]:
     data: list[Any] = []  # a former version kept the content in the nodes
     nodes = list[Any]()
     for node in state["nodes"]:
-        kind = node[0] if isinstance(node, list) and node and isinstance(node[0], str) else ""
-        field, _ = _DATA.get(kind, (None, None))
-        if field is not None and field < len(node):
-            data.append(node[field])
-            node = [*node[:field], len(data) - 1, *node[field + 1 :]]
+        _, form = _kind_of(node)
+        if form is not None and 0 < form.data < len(node):
+            data.append(node[form.data])
+            node = [*node[: form.data], len(data) - 1, *node[form.data + 1 :]]
         nodes.append(node)
     return nodes, data
+
+
+def _kind_of(node: Any) -> tuple[Any, _Form | None]:
+    kind = node[0] if isinstance(node, list) and node else None
+    return kind, _FORMS.get(kind) if isinstance(kind, str) else None
 
 
 def _at(data: Sequence[Any], index: Any, otherwise: Any) -> Any:
@@ -166,6 +176,6 @@ def _references(node: Sequence[Any], data: Sequence[Any]) -> Iterable[Any]:
     kind = node[0]
     if kind in ("new", "copy"):
         return node[3].values() if isinstance(node[3], dict) else [[]]
-    fields = [_at(data, node[index], node[index]) for index in _REFERENCES.get(kind, ())]
+    fields = [_at(data, node[index], node[index]) for index in _FORMS[kind].references]
     are_lists = all(isinstance(each, list) for each in fields)
     return chain(*fields) if are_lists and len({*map(len, fields)}) < 2 else [[]]
