@@ -378,21 +378,21 @@ def require_gradients(components: Iterable[StateComponent]) -> None:
             continue
         module = _module_of(component)
         if module is None:
-            raise ConfigurationError(
-                "mid_accumulation",
-                found=f"'gradients', and {component.key} is a {type(component.stateful).__name__}",
-                expected="a model whose gradients are in the .grad of its parameters",
-                remedy="Leave mid_accumulation at 'boundary'",
-            )
-        if any(map(is_sharded, module.parameters())):
+            found = f"{component.key} is a {type(component.stateful).__name__}"
+            expected = "a model whose gradients are in the .grad of its parameters"
+        elif any(map(is_sharded, module.parameters())):
             # FSDP2 accumulates in a private tensor. torch 2.13
             # distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam.unsharded_accumulated_grad.
-            raise ConfigurationError(
-                "mid_accumulation",
-                found=f"'gradients', and the parameters of {component.key} are sharded",
-                expected="parameters that every rank holds whole",
-                remedy="Leave mid_accumulation at 'boundary'",
-            )
+            found = f"the parameters of {component.key} are sharded"
+            expected = "parameters that every rank holds whole"
+        else:
+            continue
+        raise ConfigurationError(
+            "mid_accumulation",
+            found=f"'gradients', and {found}",
+            expected=expected,
+            remedy="Leave mid_accumulation at 'boundary'",
+        )
 
 
 def _named_of(component: StateComponent) -> Callable[[], Named] | None:

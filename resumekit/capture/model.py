@@ -42,7 +42,6 @@ from resumekit.state import (
     ComponentState,
     InPlace,
     Renamed,
-    Renaming,
     Resplit,
     Slot,
     Stateful,
@@ -380,9 +379,6 @@ class ModelState(Renamed, Adopting, InPlace):
         """All of them."""
         return state if isinstance(state, Mapping) else None
 
-    def renamed(self, state: Any, renaming: Renaming) -> Any:
-        return renaming.keys(state) if isinstance(state, Mapping) else state
-
     def first_rank_only(self) -> frozenset[str]:
         """The names of the unsharded buffers."""
         return frozenset(self.unsharded_buffers())
@@ -514,9 +510,6 @@ class RankBuffers(NamedTensors, Renamed):
 
     def __init__(self, model: ModelState, *, key: str) -> None:
         super().__init__(model.unsharded_buffers, key=key)  # sharded ones are saved with the model
-
-    def renamed(self, state: Any, renaming: Renaming) -> Any:
-        return renaming.keys(state) if isinstance(state, Mapping) else state
 
     def start_fresh(self) -> tuple[str, ...]:
         """A checkpoint of one rank has only the buffers of the module."""

@@ -308,8 +308,11 @@ class Renamed(ComponentState):
     """A state that has the names of a module's parameters, which may have other prefixes now."""
 
     def renamed(self, state: Any, renaming: Renaming) -> Any:
-        """A saved state with the names that parameters and modules have in this run."""
-        raise NotImplementedError
+        """A saved state with the names that parameters and modules have in this run.
+
+        By default of a state by the names of parameters or buffers.
+        """
+        return renaming.keys(state) if isinstance(state, Mapping) else state
 
     def entries(self, state: Any) -> Mapping[str, Any] | None:
         """The entries of a module's state by name; None for a state that holds no module."""
