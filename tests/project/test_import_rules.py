@@ -236,7 +236,7 @@ BUDGET: dict[str, int] = {
     "requirements": 120,
     "replay_plan": 30,
     "cadence": 110,
-    "state": 500,  # 140: the schema of a state and its check; 10: the progress in a state
+    "state": 445,  # 140: the schema of a state and its check; 10: the progress in a state
     "distributed": 230,
     # 70: unlisted files, deletion by a live run, reads that are retried; 115: commits in place;
     # 40: deletions on a full disk, drafts that are removed after an error; 60: commits of copies;
@@ -244,13 +244,13 @@ BUDGET: dict[str, int] = {
     # renamed; 5: which states the job has once; 20: the newest checkpoint that can be opened, which
     # the commands and the reader of DCP had; 20: deletion by a command; 15: imports
     "storage": 3_110,
-    "serialization": 3_160,  # 10: how many parts an index may have; 180: tensors made of others
+    "serialization": 3_135,  # 10: how many parts an index may have; 180: tensors made of others
     "places": 795,  # 75: memory; 20: a limit of the bandwidth
-    "live": 1_080,
+    "live": 1_025,
     # 300: the types of saved states; errors of objects' own loads; 5: integers too large for torch;
     # 5: one state of those that groups of ranks wrote, which diff had; 30: tensors made of others;
     # 55: objects in the state of an optimizer; 20: states that another program has saved
-    "capture": 7_040,
+    "capture": 7_000,
     # 100: the types of saved positions; 20: loaders that skip what was used; 45: loaders that begin
     # with their first batch; 65: positions that another program has counted
     "data": 4_440,
