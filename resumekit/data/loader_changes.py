@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import torch
-
 from resumekit.capture.rng import states_of_new_rank
 from resumekit.data.epoch_order import (
     DRAWN,
@@ -28,9 +26,6 @@ from resumekit.data.epoch_order import (
 from resumekit.data.loader_traits import (
     DATASET_PREFIXES,
     WRAPPED,
-    LoaderTraits,
-    initial_seed,
-    private_generators,
 )
 from resumekit.data.seeking import is_reshared, used_here
 from resumekit.errors import DataPositionError
@@ -41,41 +36,6 @@ RANKS = "ranks"
 # What of a loader's geometry is the user's setting, and how users call it. A changed batch size or
 # number of ranks is reported elsewhere, since a run may be allowed to follow it inside an epoch.
 _SETTINGS = {"num_samples": "dataset length", "drop_last": "drop_last"}
-
-
-def unused_seeds(
-    saved: Mapping[str, Any],
-    traits: LoaderTraits,
-    live: Mapping[str, Any],
-    where: str,
-    *,
-    epoch: int,
-) -> Iterator[str]:
-    """A line for each torch generator whose seed differs; its restored state is used.
-
-    Args:
-        saved: the states of the loader's generators in the checkpoint, by name.
-        traits: of the loader.
-        live: the generators, before they are restored.
-        where: the loader's name.
-        epoch: the last one that was begun.
-    """
-    # sentence-transformers 5 sampler.py SetEpochMixin: the seed of an epoch is seed + epoch.
-    by_epoch = {
-        id(each)
-        for sampler in traits.samplers.values()
-        if callable(getattr(sampler, "set_epoch", None))
-        for each in private_generators(sampler).values()
-    }
-    for name, generator in live.items():
-        state = saved.get(name)
-        if isinstance(generator, torch.Generator) and isinstance(state, torch.Tensor):
-            then, now = initial_seed(state, generator), generator.initial_seed()
-            if then != now and not (id(generator) in by_epoch and then - now == epoch):
-                yield (
-                    f"{where}: seed of {name}: the script says {now}, the checkpoint's {then} is "
-                    "used; exclude={'data'} starts the data again with the script's"
-                )
 
 
 def _order(sampler: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch.utils.data import Subset
 
 from resumekit.capture.rng import RngState, generator_state, set_generator_state
@@ -19,11 +20,12 @@ from resumekit.data.loader_changes import (
     PositionFit,
     refuse_kind,
     require_same_ranks,
-    unused_seeds,
 )
 from resumekit.data.loader_traits import (
     LoaderTraits,
+    initial_seed,
     known_length,
+    private_generators,
 )
 from resumekit.data.stream_objects import FindParameters, MakeUserState
 from resumekit.errors import DataPositionError
@@ -278,9 +280,22 @@ class Source(ABC):
             n: each for n, each in saved if n in self.private and n not in recreated
         }
         begun = self.epoch if within else self.epoch - 1
-        self.changes += tuple(
-            unused_seeds(self._generators, self.traits, self.private, self.name, epoch=begun)
-        )
+        self.changes += tuple(self._unused_seeds(self._generators, begun))
+
+    def _unused_seeds(self, saved: Mapping[str, Any], epoch: int) -> Iterator[str]:
+        """A line for each torch generator whose seed differs; its restored state is used."""
+        # sentence-transformers 5 sampler.py SetEpochMixin: the seed of an epoch is seed + epoch.
+        samplers = self.traits.samplers.values()
+        told = [each for each in samplers if callable(getattr(each, "set_epoch", None))]
+        by_epoch = {id(each) for one in told for each in private_generators(one).values()}
+        for name, generator in self.private.items():
+            state = saved.get(name)
+            if isinstance(generator, torch.Generator) and isinstance(state, torch.Tensor):
+                then, now = initial_seed(state, generator), generator.initial_seed()
+                if then != now and not (id(generator) in by_epoch and then - now == epoch):
+                    used = f"the script says {now}, the checkpoint's {then} is used"
+                    again = "exclude={'data'} starts the data again with the script's"
+                    yield f"{self.name}: seed of {name}: {used}; {again}"
 
     def _fitted(self, state: Mapping[str, Any]) -> FittedPosition:
         """A checkpoint's position in the geometry of this loader.

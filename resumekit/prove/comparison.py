@@ -67,68 +67,6 @@ _POSITION = ("epoch", "batch", "samples")
 Difference = tuple[str, str, str, str]
 
 
-def described_differences(
-    found: Moment,
-    expected: Moment,
-    *,
-    idle_generators: frozenset[str] = frozenset(),
-    tolerance: float | None = None,
-) -> list[Difference]:
-    """What differs between two states, or between two executions of one step.
-
-    States are in the order of the slots. Of a step, the inputs come first (data, learning rate,
-    random numbers), then states, then the values that the step gave. Among the states, equal values
-    mean that the forward pass was right and the update was not, so the model comes last; otherwise
-    it comes first.
-
-    Args:
-        found: what is judged.
-        expected: the same of the reference.
-        idle_generators: random number generators that the run never draws from.
-        tolerance: the largest relative difference of a value; states are then not compared, as of
-            a digest nothing is known but whether it is equal.
-    """
-    expected = rest_of(expected, found)
-    is_step = found.kind == STEP
-    inputs = INPUTS if is_step else ()
-    results = [*dict.fromkeys([*expected.values, *found.values])]
-    every = dict(differences(found, expected))
-    if is_step:
-        data, rng = every.get(DATA, {}), every.get(RNG, {})
-        every[DATA] = {leaf: data[leaf] for leaf in _POSITION if leaf in data}
-        every[RNG] = {name: each for name, each in rng.items() if name not in idle_generators}
-    if tolerance is not None:
-        kept = {name: every[name] for name in (*inputs, *results) if name in every}
-        every = {name: each for name, each in kept.items() if not _is_close(each, tolerance)}
-    every = {name: each for name, each in every.items() if each}
-    is_model_last = is_step and every.keys().isdisjoint(results)
-
-    def order(component: str) -> tuple[int, bool, int, str]:
-        if component in inputs:
-            return 0, False, inputs.index(component), ""
-        if component in results:
-            return 2, False, results.index(component), ""
-        return 1, is_model_last and _is_model(component), *_slot_order(component)
-
-    described: list[Difference] = []
-    for name in sorted(every, key=order):
-        leaf, values = next(iter(every[name].items()))
-        is_common = name in found.parts and name in expected.parts
-        if name == DATA and is_step:
-            now, then = _texts(found.fields.get(leaf), expected.fields.get(leaf))
-        elif is_common or name in results:
-            now, then = ("absent" if each is None else describe(each) for each in values)
-        elif name.startswith(_OFTEN_ABSENT):
-            continue
-        else:
-            leaf = ""
-            now, then = (
-                "present" if name in each.parts else "absent" for each in (found, expected)
-            )
-        described.append((name, leaf, now, then))
-    return described
-
-
 def _is_close(leaves: Leaves, tolerance: float) -> bool:
     """Whether the only leaf is a number that differs by no more than this."""
     found, expected = leaves.get("", (None, None))
@@ -379,12 +317,7 @@ class _RankJudge:
             expected = self._run.steps.get((record.step, ordinal))
             if expected is None:
                 return [(RUN, "", "trained", "no such step")]
-            return described_differences(
-                record,
-                expected,
-                idle_generators=self._idle_generators,
-                tolerance=self._tolerance,
-            )
+            return self._described(record, expected)
         if record.kind == END:
             end = self._run.end
             if end is None or end.step != record.step:
@@ -394,7 +327,7 @@ class _RankJudge:
         if record.kind == ORIGIN and record.fields["by"] in _WEIGHTS_OF_NO_STEP:
             component, leaf = _WEIGHTS_OF_NO_STEP[record.fields["by"]]
             return [(component, leaf, "weights of no step of this run", "those of a step")]
-        if record.kind not in STATE_KINDS or self._tolerance is not None:
+        if record.kind not in STATE_KINDS:
             return []
         # Where the end of an epoch could not be foreseen, one micro-step has two checkpoints: the
         # one that was due, and the one that records the end.
@@ -406,7 +339,55 @@ class _RankJudge:
         saved = self._own_checkpoints.get(record.key[1:])
         if saved is None or record.kind == CHECKPOINT:
             return []
-        return described_differences(record, saved)
+        return self._described(record, saved)
+
+    def _described(self, found: Moment, expected: Moment) -> list[Difference]:
+        """What differs between two states, or between two executions of one step.
+
+        States are in the order of the slots. Of a step, the inputs come first (data, learning rate,
+        random numbers), then states, then the values that the step gave. Among the states, equal
+        values mean that the forward pass was right and the update was not, so the model comes last;
+        otherwise it comes first. Under a tolerance states are not compared.
+        """
+        expected = rest_of(expected, found)
+        is_step = found.kind == STEP
+        inputs = INPUTS if is_step else ()
+        results = [*dict.fromkeys([*expected.values, *found.values])]
+        every = dict(differences(found, expected))
+        if is_step:
+            data, rng, idle = every.get(DATA, {}), every.get(RNG, {}), self._idle_generators
+            every[DATA] = {leaf: data[leaf] for leaf in _POSITION if leaf in data}
+            every[RNG] = {name: each for name, each in rng.items() if name not in idle}
+        if self._tolerance is not None:  # of a digest nothing is known but whether it is equal
+            kept = {name: every[name] for name in (*inputs, *results) if name in every}
+            every = {n: each for n, each in kept.items() if not _is_close(each, self._tolerance)}
+        every = {name: each for name, each in every.items() if each}
+        is_model_last = is_step and every.keys().isdisjoint(results)
+
+        def order(component: str) -> tuple[int, bool, int, str]:
+            if component in inputs:
+                return 0, False, inputs.index(component), ""
+            if component in results:
+                return 2, False, results.index(component), ""
+            return 1, is_model_last and _is_model(component), *_slot_order(component)
+
+        described: list[Difference] = []
+        for name in sorted(every, key=order):
+            leaf, values = next(iter(every[name].items()))
+            is_common = name in found.parts and name in expected.parts
+            if name == DATA and is_step:
+                now, then = _texts(found.fields.get(leaf), expected.fields.get(leaf))
+            elif is_common or name in results:
+                now, then = ("absent" if each is None else describe(each) for each in values)
+            elif name.startswith(_OFTEN_ABSENT):
+                continue
+            else:
+                leaf = ""
+                now, then = (
+                    "present" if name in each.parts else "absent" for each in (found, expected)
+                )
+            described.append((name, leaf, now, then))
+        return described
 
     def own_values(self) -> list[str]:
         """The names of the values that the judged run is compared with itself for."""
@@ -419,9 +400,7 @@ class _RankJudge:
         ]
 
     def _state_differences(self, record: Moment, expected: Moment) -> list[Difference]:
-        if self._tolerance is not None:
-            return []
-        return described_differences(record, with_own_values(expected, self._own_values))
+        return self._described(record, with_own_values(expected, self._own_values))
 
     def divergences(self, firsts: dict[str, Divergence]) -> Iterator[Divergence]:
         """The first divergence of every launch, in the order in which its records were written.

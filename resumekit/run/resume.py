@@ -30,6 +30,7 @@ from resumekit.capture.fingerprint import differences
 from resumekit.capture.gradients import gradient_keys
 from resumekit.data.position import saved_batch_size
 from resumekit.distributed import DataRanks
+from resumekit.errors import DriftError
 from resumekit.places.copies import Copies
 from resumekit.places.memory import remove_memory
 from resumekit.record.trace import injected_components
@@ -39,10 +40,10 @@ from resumekit.run.report import ResumeReport
 from resumekit.run.resuming.candidates import open_store
 from resumekit.run.resuming.compatibility import (
     HORIZON,
-    changed_horizon,
     frameworks_in,
     frameworks_of,
     horizon_causes,
+    horizon_in_words,
 )
 from resumekit.run.resuming.finder import Finder, Found, LoadBuffer
 from resumekit.run.resuming.loading import Loading, RestoredState
@@ -259,16 +260,23 @@ def accept_horizon(
             a user's loop the live objects are loaded already.
     """
     run.world.require_equal(HORIZON, horizon)
-    allowed, elsewhere = HORIZON in run.options.allow_changes, _is_from_elsewhere(run)
-    parent = None if run.opened is None else run.opened.parent
-    saved = {} if parent is None else parent.fingerprint
-    common = {key: saved[key] for key in settings if key in saved}
-    causes = horizon_causes(differences(common, settings))
-    change = changed_horizon(
-        run.counters.horizon, horizon, allowed=allowed, elsewhere=elsewhere, causes=causes
-    )
-    if change:
-        run.reporter.log(change)
+    then = run.counters.horizon
+    # Frameworks count in steps, in epochs or in both: what both count must agree.
+    units = then.keys() & horizon.keys() if _is_from_elsewhere(run) else ()
+    is_same = all(then[unit] == horizon[unit] for unit in units) if units else then == horizon
+    if then and not is_same:
+        before, now = horizon_in_words(then), horizon_in_words(horizon)
+        if HORIZON not in run.options.allow_changes:
+            parent = None if run.opened is None else run.opened.parent
+            saved = {} if parent is None else parent.fingerprint
+            common = {key: saved[key] for key in settings if key in saved}
+            raise DriftError(
+                HORIZON,
+                found="; ".join(horizon_causes(differences(common, settings))) or now,
+                expected=f"{before}, as in the checkpoint",
+                remedy="Restore it, or pass allow_changes={'horizon'}",
+            )
+        run.reporter.log(f"horizon: was {before} in the checkpoint, the script's {now} is used")
         run.counters.finished = None
     run.log_start()
     run.counters.horizon = horizon

@@ -320,40 +320,6 @@ def _short(value: object) -> str:
 HORIZON = "horizon"
 
 
-def changed_horizon(
-    then: Mapping[str, int],
-    now: Mapping[str, int],
-    *,
-    allowed: bool,
-    elsewhere: bool,
-    causes: Sequence[str],
-) -> str:
-    """The message about a horizon that changed; empty where it did not.
-
-    Args:
-        then: the horizon in the checkpoint by unit; empty where there was none.
-        now: that of this run.
-        allowed: whether the user allows it to change.
-        elsewhere: another framework may have written the checkpoint. Frameworks count in steps, in
-            epochs or in both: what both count must agree.
-        causes: changed settings that it follows from, if known.
-
-    Raises:
-        DriftError: it changed, and is not allowed to.
-    """
-    common = then.keys() & now.keys() if elsewhere else set[str]()
-    is_same = all(then[unit] == now[unit] for unit in common) if common else then == now
-    if is_same or not then:
-        return ""
-    if not allowed:
-        raise DriftError(
-            HORIZON,
-            found="; ".join(causes) or _words(now),
-            expected=f"{_words(then)}, as in the checkpoint",
-            remedy="Restore it, or pass allow_changes={'horizon'}",
-        )
-    return f"horizon: was {_words(then)} in the checkpoint, the script's {_words(now)} is used"
-
-
-def _words(horizon: Mapping[str, int]) -> str:
+def horizon_in_words(horizon: Mapping[str, int]) -> str:
+    """E.g. ``steps=100``."""
     return ", ".join(f"{unit}={count}" for unit, count in horizon.items()) or "no limit"
