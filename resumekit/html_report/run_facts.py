@@ -22,7 +22,6 @@ from resumekit.record.journal import (
     BEGIN,
     DIRECTORY,
     END,
-    SAVE,
     SAVED,
     STEP,
     Attempt,
@@ -66,8 +65,6 @@ class AttemptFacts:
         header: of its journal.
         first_step: the first step that it trained; None without one.
         last_step: the last step that it trained; None without one.
-        num_steps: the steps that it trained.
-        saved_steps: the steps at which it saved.
         losses: the loss by step.
         verdict: the comparison of the steps that it repeated; empty for a fresh start.
         is_different: whether a repeated step differs.
@@ -84,8 +81,6 @@ class AttemptFacts:
     header: Header
     first_step: int | None
     last_step: int | None
-    num_steps: int
-    saved_steps: tuple[int, ...]
     losses: tuple[Point, ...] = field(repr=False)
     verdict: str
     is_different: bool
@@ -281,8 +276,6 @@ def _attempt(attempt: Attempt, earlier: list[Attempt], later: Header | None) -> 
         header=attempt.header,
         first_step=min(steps, default=None),
         last_step=last,
-        num_steps=len(steps),
-        saved_steps=tuple(sorted({each.step for each in records if each.kind == SAVE})),
         losses=tuple(
             (step, each.loss) for step, each in latest_steps(records).items() if each.has & Has.LOSS
         ),

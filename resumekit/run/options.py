@@ -243,12 +243,9 @@ class Options:
         _at_least("keep_every", self.keep_every, 1)
         _at_least("agreement_timeout_seconds", self.agreement_timeout_seconds, 1)
         _at_least("user_state_limit", self.user_state_limit, 0)
-        _check_names("transient", self.transient)
         _check_keys("exclude", self.exclude)
         _check_keys("allow_missing", self.allow_missing)
         _check_keys("per_rank", self.per_rank)
-        _check_names("allow_changes", self.allow_changes)
-        _check_names("leave_on", self.leave_on)
         places = checked_places(self.places, self.mirror)
         object.__setattr__(self, "places", places)  # as a Place each shows no credentials
         object.__setattr__(self, "mirror", None)
@@ -333,8 +330,12 @@ def is_per_rank(names: Collection[str], key: str) -> bool:
 
 
 def _check_words(name: str, value: Any, kind: Any) -> None:
-    """Raises ConfigurationError unless this is one of the words, where the type lists them."""
+    """Raises ConfigurationError unless this is one of the words, where the type lists them.
+
+    Of a collection each item has to be one; a text is none.
+    """
     if get_origin(kind) is abc.Collection:
+        _check_names(name, value)
         for each in value:
             _check_words(name, each, *get_args(kind))
     elif words := _words_of(kind):
@@ -388,7 +389,7 @@ def _check_names(name: str, value: Collection[str]) -> None:
 
 
 def _check_keys(name: str, keys: Collection[str]) -> None:
-    _check_names(name, keys)
+    _check_names(name, keys)  # else each letter would be a key
     slots = [slot.value for slot in Slot]
     for key in keys:
         if key.split("/", 1)[0] not in slots:
