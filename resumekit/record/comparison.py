@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -381,19 +381,24 @@ def lineage(directory: Path, now: Header, parent: str | None) -> tuple[str, ...]
     return (*then.lineage, now.attempt[:_ID_DIGITS]) if changed else then.lineage
 
 
-def compared(now: Header, earlier: list[Attempt]) -> Comparison:
+def compared(
+    now: Header, earlier: Sequence[Attempt], seen: Callable[[Header], Header] = lambda each: each
+) -> Comparison:
     """The comparison of an attempt with the earlier ones of its rank, before its first record.
 
     Args:
         now: the header of the attempt; it has resumed.
         earlier: the attempts before it, oldest first.
+        seen: what of a header is compared.
 
     Raises:
         OSError: a file cannot be read.
     """
     step = now.resumed_step or 0
     related = [each for each in earlier if each.header.rank == now.rank]
-    return Comparison(now, [(each.header, each.records(after=step)) for each in related])
+    return Comparison(
+        seen(now), [(seen(each.header), each.records(after=step)) for each in related]
+    )
 
 
 _MODULUS = 2**64
@@ -500,12 +505,7 @@ def replayed(now: Header, recorded: Sequence[Attempt]) -> Comparison:
     Raises:
         OSError: a file cannot be read.
     """
-    after = now.resumed_step or 0
-    own_rank = [each for each in recorded if each.header.rank == now.rank]
-    return Comparison(
-        _without_changes(now),
-        [(_without_changes(each.header), each.records(after=after)) for each in own_rank],
-    )
+    return compared(now, recorded, _without_changes)
 
 
 def _without_changes(header: Header) -> Header:

@@ -233,10 +233,10 @@ class Reporter:
         earlier = manifest.details.get("changes", [])
         self._history = [*earlier, {"step": manifest.step, "changes": []}]
 
-    def log_changes(self, changes: Sequence[str]) -> None:
+    def log_changes(self, changes: Sequence[str], *, warns: bool = False) -> None:
         """Logs and records the changes that this resume follows."""
         for change in changes:
-            self.log(change)
+            (self.warn if warns else self.log)(change)
             self._history[-1]["changes"].append(change)
 
     def log_changed_loaders(self) -> None:
@@ -245,9 +245,7 @@ class Reporter:
         changes, position.changes = position.changes, []
         self.log_changes(changes)
         unexpected, position.unexpected = position.unexpected, []
-        for line in unexpected:
-            self.warn(line)
-            self._history[-1]["changes"].append(line)
+        self.log_changes(unexpected, warns=True)
 
     def details(self) -> dict[str, Any]:
         """What every manifest says about how this run came about."""
