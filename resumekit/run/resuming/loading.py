@@ -7,10 +7,10 @@ resumed process runs it once more, on state that has its effect already.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from resumekit.capture.fingerprint import SettingChange, differences
+from resumekit.capture.fingerprint import differences
 from resumekit.capture.gradients import gradient_keys
 from resumekit.capture.model import ModelState
 from resumekit.capture.nested_state import Restorer, live_load, require_loadable
@@ -68,21 +68,6 @@ _RESTORE_ORDER = (
 _SLOT_NAMES = frozenset(each.value for each in Slot)
 
 
-@dataclass(frozen=True)
-class Fit:
-    """How a checkpoint's components compare with those of the run.
-
-    Args:
-        differences: what differs between the run that saved and this one.
-        not_needed: messages about components that only another framework needs.
-        fresh: the keys of components that the checkpoint lacks; they start from their live state.
-    """
-
-    differences: tuple[SettingChange, ...]
-    not_needed: tuple[str, ...]
-    fresh: tuple[str, ...]
-
-
 class Loading:
     """Brings the components of a run to a checkpoint that was found.
 
@@ -128,24 +113,24 @@ class Loading:
             reporter.detail(f"changed since the checkpoint: {difference}")
         restored = {line.key: line for line in reporter.capture_report().lines}
         keys = [each.key for each in manifest.components if each.key in found.states]
-        return ResumeReport(
-            resumed=True,
+        return replace(
+            fit,
             step=manifest.step,
             path=found.reader.path,
             components=tuple(restored[key] for key in keys),
-            differences=fit.differences,
             changes=changes,
-            not_needed=fit.not_needed,
-            fresh=fit.fresh,
             rejected=found.rejected,
         )
 
-    def _fit(self, live: Mapping[str, Any], causes: Sequence[str]) -> Fit:
+    def _fit(self, live: Mapping[str, Any], causes: Sequence[str]) -> ResumeReport:
         """Holds the checkpoint against the run, and leaves out the components that this run lacks.
 
         Args:
             live: the fingerprint of this run.
             causes: see ``resume``.
+
+        Returns:
+            The part of the report that follows from this.
 
         Raises:
             DriftError: ``randomness``, or what the learning rate was planned for, has changed.
@@ -181,7 +166,8 @@ class Loading:
         if variables.get("slots") and Slot.VARIABLES.value in of_others:
             not_needed.append(f"{manifest.name} has variables of another loop, which are left out")
         found.leave(of_others)
-        return Fit(tuple(changed), tuple(not_needed), fresh)
+        noted = tuple(not_needed)
+        return ResumeReport(True, differences=tuple(changed), not_needed=noted, fresh=fresh)
 
     def _empty(self) -> frozenset[str]:
         """The keys on one side only in which there is nothing. Collective.
