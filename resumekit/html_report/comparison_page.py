@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +12,6 @@ from resumekit.html_report.rendering import Headline, causes_in_words, finding_r
 from resumekit.prove import Outcome, ProveResult, Trial
 from resumekit.prove.causes import Finding, find_first_causes
 from resumekit.record.moments import Recording, first_step, losses, read_recordings
-
-
-@dataclass(frozen=True)
-class ComparedRun:
-    """One judged run.
-
-    Args:
-        trial: what was done to it.
-        title: the same in words.
-        headline: the verdict on it.
-        findings: the first difference of each component, causes first.
-        recording: what it recorded.
-        rank: of the findings.
-    """
-
-    trial: Trial
-    title: str
-    headline: Headline
-    findings: tuple[Finding, ...]
-    recording: Recording = field(repr=False)
-    rank: int = 0
 
 
 def comparison_page(result: ProveResult, traces: Path) -> str:
@@ -50,36 +28,38 @@ def comparison_page(result: ProveResult, traces: Path) -> str:
     references = read_recordings(traces / "reference" / folder)
     if not references:
         raise TraceError(str(traces), found="no trace", expected="a directory kept by prove")
-    runs = tuple(_compared(trial, references, traces, folder) for trial in result.trials)
+    sections = [_section(trial, references, traces, folder) for trial in result.trials]
     kills = ", ".join(result.at) or f"random, seed {result.seed}"
     return render(
         "comparison.html.j2",
         title=" ".join(result.command),
-        headline=_headline(result, runs),
+        headline=_headline(result, [each["headline"] for each in sections]),
         facts=[
             ("Steps", str(result.num_steps)),
             ("Ranks", str(result.world)),
             ("Kills", f"{result.num_kills_asked} ({kills})"),
             ("Uninterrupted run", f"{result.reference_seconds:.1f} s"),
         ],
-        sections=[_section(references[0], run) for run in runs],
+        sections=sections,
     )
 
 
-def _compared(
+def _section(
     trial: Trial, references: Mapping[int, Recording], traces: Path, folder: str
-) -> ComparedRun:
+) -> dict[str, Any]:
+    """One judged run: the verdict, and the first difference of each component."""
     name = "killed" if trial.injected is None else f"without-{trial.injected.replace('/', '-')}"
     found = read_recordings(traces / name / folder)
     rank, findings = find_first_causes(references, found)
-    return ComparedRun(
-        trial=trial,
-        title=f"Resumed without {trial.injected}" if trial.injected else "Killed and resumed",
-        headline=_headline_of(trial, findings),
-        findings=findings,
-        recording=found.get(0, Recording({})),
-        rank=rank,
-    )
+    headline, judged = _headline_of(trial, findings), found.get(0, Recording({}))
+    return {
+        "trial": trial,
+        "title": f"Resumed without {trial.injected}" if trial.injected else "Killed and resumed",
+        "headline": headline,
+        "rank": rank,
+        "chart": _loss_chart(references[0], judged, trial, findings, headline.text),
+        **finding_rows(findings),
+    }
 
 
 def _headline_of(trial: Trial, findings: tuple[Finding, ...]) -> Headline:
@@ -106,35 +86,29 @@ def _headline_of(trial: Trial, findings: tuple[Finding, ...]) -> Headline:
     return Headline("bad", text, causes or str(verdict.divergence or ""))
 
 
-def _headline(result: ProveResult, runs: tuple[ComparedRun, ...]) -> Headline:
-    if len(runs) == 1:
-        return runs[0].headline
-    good = sum(run.headline.tone != "bad" for run in runs)
-    text = f"{good} of {len(runs)} negative controls as expected"
+def _headline(result: ProveResult, of_runs: Sequence[Headline]) -> Headline:
+    if len(of_runs) == 1:
+        return of_runs[0]
+    good = sum(each.tone != "bad" for each in of_runs)
+    text = f"{good} of {len(of_runs)} negative controls as expected"
     detail = "One component was left out of each resume; the comparison has to name it."
     return Headline("good" if result.ok else "bad", text, detail)
 
 
-# ---------------------------------------------------------------- sections
-
-
-def _section(reference: Recording, run: ComparedRun) -> dict[str, Any]:
-    return {"run": run, "chart": _loss_chart(reference, run), **finding_rows(run.findings)}
-
-
-def _loss_chart(reference: Recording, run: ComparedRun) -> Drawing | None:
+def _loss_chart(
+    reference: Recording, judged: Recording, trial: Trial, findings: Sequence[Finding], text: str
+) -> Drawing | None:
     lines = [Line("uninterrupted", losses(reference.moments), is_wide=True)]
-    kills = (each.killed_after_step for each in run.trial.launches if each.was_killed)
+    kills = (each.killed_after_step for each in trial.launches if each.was_killed)
     marks = [Mark(n, "kill", f"killed after step {n}") for n in kills if n is not None]
-    for number, launch in run.recording.launches.items():
+    for number, launch in judged.launches.items():
         lines.append(Line(f"launch {number}", losses(launch)))
         first = first_step(launch)
         if number and first is not None:
             step = first.step - 1
             marks.append(Mark(step, "resume", f"launch {number} resumed at step {step}"))
-    if run.findings:
-        step = run.findings[0].moment.step
+    if findings:
+        step = findings[0].moment.step
         marks.append(Mark(step, "difference", f"first difference at step {step}"))
-    text = run.headline.text
     summary = f"The losses of the uninterrupted run and of each launch. {text}."
     return drawn(Chart("Loss over steps", summary, "step", "loss", tuple(lines), tuple(marks)))

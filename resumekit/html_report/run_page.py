@@ -24,7 +24,7 @@ from resumekit.storage.manifest import Manifest
 def run_page(run: RunFacts) -> str:
     """The page as one HTML document."""
     wanted = (_loss_chart(run), _cost_chart(run), _size_chart(run))
-    charts = [drawn(chart) for chart in wanted if chart.lines]
+    charts = map(drawn, wanted)
     return render(
         "run.html.j2",
         title=f"{run.directory.resolve().name}: report of a run",
