@@ -16,13 +16,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.data import DataLoader
+
 from resumekit import Checkpointer as _Checkpointer
 from resumekit.adapters.accelerate._private import LOADERS, accelerator_faults
-from resumekit.adapters.accelerate.loaders import prepared_loader
+from resumekit.adapters.accelerate.loaders import origin_of
 from resumekit.adapters.accelerate.prepared import prepared_components
 from resumekit.adapters.accelerate.save_state import SavedStates
+from resumekit.data.position import DEFAULT_NAME, PASS_WHOLE_LOADER, SkippedLoader
 from resumekit.errors import ConfigurationError
 from resumekit.frameworks.accelerate import ENGINE, MODELS
+from resumekit.log import logger
 from resumekit.requirements import check_tested, require
 from resumekit.run.loop import Loop
 from resumekit.run.options import Options, checked_extras, require_order
@@ -146,8 +150,43 @@ class PreparedLoop(Loop):
         self._accelerator = accelerator
 
     def whole_loader(self, loader: Any, name: str | None) -> Any:
-        warns = self._accelerator.is_main_process
-        return prepared_loader(loader, name, prepared=LOADERS.of(self._accelerator), warns=warns)
+        """A loader; where the script skips batches of it, with their number.
+
+        Warns where it was not prepared.
+
+        Args:
+            loader: a loader, or a dict of loaders.
+            name: what the run calls it, if the user gave it one.
+
+        Raises:
+            ConfigurationError: it skips batches of a loader that is not known.
+        """
+        if isinstance(loader, Mapping):
+            return {key: self.whole_loader(each, key) for key, each in loader.items()}
+        name, prepared = DEFAULT_NAME if name is None else name, LOADERS.of(self._accelerator)
+        is_known = any(loader is each for each in prepared)
+        origin, num_skipped = origin_of(loader)
+        if num_skipped is not None and (num_skipped or not is_known):
+            whole = [each for each in prepared if origin_of(each) == (origin, 0)]
+            if len(whole) == 1:
+                return SkippedLoader(whole[0], num_skipped)
+            # Else one that the script has made as Accelerate does, and that skips nothing.
+            if num_skipped or whole or not hasattr(loader, "skip_batches"):
+                fits = f"fits {len(whole)} prepared ones"
+                raise ConfigurationError(
+                    f"batches(name={name!r})",
+                    found=f"a loader from skip_first_batches() that {fits}",
+                    expected="one of a prepared loader",
+                    remedy=PASS_WHOLE_LOADER,
+                )
+        is_alone = isinstance(loader, DataLoader) and not is_known
+        if is_alone and self._accelerator.is_main_process:
+            logger.warning(
+                "batches(name=%r): the loader was not prepared, so each rank goes through all of "
+                "it; pass it to accelerator.prepare()",
+                name,
+            )
+        return loader
 
     def at_step_boundary(self) -> bool:
         """Not inside an accumulation window."""

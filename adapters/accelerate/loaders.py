@@ -1,70 +1,22 @@
-"""Accelerate's loaders: checks of prepared ones, and the state of those that no loop draws from."""
+"""Accelerate's loaders: what one draws from, and the state of those that no loop draws from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypedDict
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, IterableDataset
 
 from resumekit.adapters.accelerate._private import IS_FIRST, ITERATION
 from resumekit.capture.rng import GeneratorState, generator_state, set_generator_state
 from resumekit.data.loader_traits import LoaderTraits, is_seeded_by_epoch
-from resumekit.data.position import DEFAULT_NAME, PASS_WHOLE_LOADER, SkippedLoader
 from resumekit.data.source import Source
-from resumekit.errors import ConfigurationError
-from resumekit.log import logger
 from resumekit.state import AfterRng, Checked, Count, Resplit, Slot, WorldChange
 
 KEY = f"{Slot.CALLBACKS.value}/loaders"
 
 
-def prepared_loader(
-    loader: Any, name: str | None, *, prepared: Collection[Any], warns: bool
-) -> Any:
-    """The loader that a loop draws from; where the script skips batches of it, with their number.
-
-    Warns where it was not prepared.
-
-    Args:
-        loader: a loader, or a dict of loaders.
-        name: what the run calls it, if the user gave it one.
-        prepared: what ``accelerator.prepare`` has returned.
-        warns: whether this rank does.
-
-    Raises:
-        ConfigurationError: it skips batches of a loader that is not known.
-    """
-    if isinstance(loader, Mapping):
-        return {
-            key: prepared_loader(each, key, prepared=prepared, warns=warns)
-            for key, each in loader.items()
-        }
-    name = DEFAULT_NAME if name is None else name
-    is_known = any(loader is each for each in prepared)
-    origin, num_skipped = _origin_of(loader)
-    if num_skipped is not None and (num_skipped or not is_known):
-        whole = [each for each in prepared if _origin_of(each) == (origin, 0)]
-        if len(whole) == 1:
-            return SkippedLoader(whole[0], num_skipped)
-        # Else one that the script has made as Accelerate does, and that skips nothing.
-        if num_skipped or whole or not hasattr(loader, "skip_batches"):
-            raise ConfigurationError(
-                f"batches(name={name!r})",
-                found=f"a loader from skip_first_batches() that fits {len(whole)} prepared ones",
-                expected="one of a prepared loader",
-                remedy=PASS_WHOLE_LOADER,
-            )
-    if warns and isinstance(loader, DataLoader) and not is_known:
-        logger.warning(
-            "batches(name=%r): the loader was not prepared, so each rank goes through all of it; "
-            "pass it to accelerator.prepare()",
-            name,
-        )
-    return loader
-
-
-def _origin_of(loader: Any) -> tuple[int, int | None]:
+def origin_of(loader: Any) -> tuple[int, int | None]:
     """The id of what a loader draws from, and how many batches it skips; None where it cannot."""
     # accelerate 1.15 data_loader.py skip_first_batches makes a loader over the same batch sampler,
     # in a SkipBatchSampler, or, of a stream, over the same dataset, with `skip_batches`.
