@@ -132,14 +132,26 @@ class OptimizerState(Checked, Renamed, Adopting, InPlace):
         return given
 
     def adopted(self, given: Any) -> dict[str, Any]:
-        """The state by name; as torch does, by the position of a parameter in the groups."""
+        """The state by name; without names, by the position of a parameter in its group."""
         sizes = [len(group["params"]) for group in getattr(self.optimizer, "param_groups", ())]
         groups = given.get("param_groups") if isinstance(given, dict) else None
         then = [len(group.get("params", ())) for group in groups or () if isinstance(group, dict)]
         if isinstance(groups, list) and then != sizes:
             words = (f"groups of {', '.join(map(str, each))} parameters" for each in (then, sizes))
             refuse(self.key, [Mismatch.changed("param_groups", *words)], remedy=_REMEDY)
-        return self._by_name(given)
+        return self._by_name(self._in_live_order(given))
+
+    def _in_live_order(self, given: Any) -> Any:
+        """The same, where the groups have the names of the live parameters, as those of DCP."""
+        named = [[name for name, _ in pairs] for pairs in self._named_groups()]
+        groups = given["param_groups"] if _has_torch_layout(given, self.optimizer) else []
+        then = [group["params"] for group in groups]
+        if {*chain(*then)} != {*chain(*named)}:
+            return given
+        moved = [*_membership_mismatches(groups, [{"params": each} for each in named])]
+        refuse(self.key, moved, remedy=_REMEDY)
+        ordered = zip(groups, named, strict=True)
+        return {**given, "param_groups": [{**group, "params": each} for group, each in ordered]}
 
     def _by_name(self, given: Any) -> dict[str, Any]:
         if not _has_torch_layout(given, self.optimizer):

@@ -20,6 +20,7 @@ from resumekit.imports.reading import (
     read_weights,
 )
 from resumekit.imports.recognition import OtherCheckpoint, WrittenBy, recognise
+from resumekit.imports.sharded import read_dcp
 from resumekit.state import Slot
 
 _MODEL, _OPTIMIZER = Slot.MODEL.value, Slot.OPTIMIZER.value
@@ -119,17 +120,23 @@ def read_content(path: Path) -> OtherContent:
             str(path),
             found=f"{exists}not a checkpoint that can be imported",
             expected="a Trainer's checkpoint-N, a save_state folder of Accelerate, a .ckpt of "
-            "Lightning, or a torch.save file",
+            "Lightning, a DCP directory, or a torch.save file",
         )
     read = _READERS.get(found.kind)
     if read is None:
         _refuse(found, f"{found}, which is not taken over yet", "a checkpoint in whole tensors")
     try:
         return read(found)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except _NOT_AS_SAVED as error:
         if isinstance(error, ConfigurationError):
             raise
         _refuse(found, f"{error!r:.160}, so not one as {found.kind.value}", "an intact one")
+
+
+# torch raises RuntimeError.
+_NOT_AS_SAVED = (
+    *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
+)
 
 
 def _refuse(found: OtherCheckpoint, what: str, expected: str) -> NoReturn:
@@ -327,13 +334,22 @@ _STEP_NAMES = ("global_step", "step", "iteration", "iter", "it", "iter_num", "nu
 
 
 def _torch(found: OtherCheckpoint) -> OtherContent:
+    return _of_state_dicts(found, read_torch_file(found.path))
+
+
+def _dcp(found: OtherCheckpoint) -> OtherContent:
+    """As of lightning 2.6 fabric/strategies/model_parallel.py, ``meta.pt`` has what is not here."""
+    more = dict(_given(found.path, {"": "meta.pt"})).get("", {})
+    return _of_state_dicts(found, {**read_dcp(found.path), **more})
+
+
+def _of_state_dicts(found: OtherCheckpoint, saved: Any) -> OtherContent:
     """A dict of ``state_dict``s under whatever names, or one of a model."""
-    saved = read_torch_file(found.path)
     if not isinstance(saved, Mapping):
         _refuse(found, f"{found} of a {type(saved).__name__}", "a dict of state_dicts")
     parts: dict[str, dict[str, Any]] = {}
-    for name, value in {"model": saved}.items() if _slot_of(saved) else saved.items():
-        parts.setdefault(_slot_of(value) or "", {})[str(name)] = value
+    for name, value in [("model", saved)] if _slot_of(saved) else _values(saved):
+        parts.setdefault(_slot_of(value) or "", {})[name] = value
     others = parts.pop("", {})
     given = {slot: _only_one(found, slot, values) for slot, values in parts.items()}
     if _MODEL not in given:
@@ -342,12 +358,22 @@ def _torch(found: OtherCheckpoint) -> OtherContent:
     step = steps[0] if steps else _steps_in(given.get(_OPTIMIZER))
     taken = [name for name in _STEP_NAMES if name in others][:1]
     return OtherContent(
-        f"torch.save file {found.path.name}",
+        f"{found.kind.value.partition(' ')[2]} {found.path.name}",
         StartPosition(step),
         given,
         lacks=tuple(f"a place for {name!r}" for name in others if name not in (*taken, "epoch")),
         named_epoch=others["epoch"] if type(others.get("epoch")) is int else None,
     )
+
+
+def _values(saved: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """The values, and those of dicts with ``state_dict``s; by name."""
+    for name, value in saved.items():
+        is_above = isinstance(value, Mapping) and any(map(_slot_of, value.values()))
+        if is_above and _slot_of(value) is None:
+            yield from _values(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
 
 
 def _slot_of(value: Any) -> str | None:
@@ -367,7 +393,8 @@ def _slot_of(value: Any) -> str | None:
 def _only_one(found: OtherCheckpoint, slot: str, values: Mapping[str, Any]) -> Any:
     if len(values) == 1:
         return next(iter(values.values()))
-    named = [values[name] for name in _MODEL_NAMES if name in values] if slot == _MODEL else []
+    last = {name.rpartition(".")[2]: each for name, each in values.items()}
+    named = [last[name] for name in _MODEL_NAMES if name in last] if slot == _MODEL else []
     if len(named) != 1:
         _refuse(found, f"{found} with several for {slot}: {', '.join(values)}", "one")
     return named[0]
@@ -385,4 +412,5 @@ _READERS: Mapping[WrittenBy, Callable[[OtherCheckpoint], OtherContent]] = {
     WrittenBy.ACCELERATE: _accelerate,
     WrittenBy.LIGHTNING: _lightning,
     WrittenBy.TORCH: _torch,
+    WrittenBy.DCP: _dcp,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import zipfile
@@ -30,9 +31,30 @@ def read_torch_file(path: Path) -> Any:
         ConfigurationError: the file is damaged, or has objects of other classes.
     """
     is_zip = zipfile.is_zipfile(path)  # an older file cannot be mapped
+    return _load(path, path, mmap=is_zip or None)
+
+
+def read_torch_bytes(path: Path, offset: int, length: int) -> Any:
+    """The same of a part of a file.
+
+    Args:
+        path: of the file.
+        offset: where the part begins, in bytes.
+        length: of the part, in bytes.
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            part = io.BytesIO(file.read(length))
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return _load(part, path)
+
+
+def _load(source: Any, path: Path, **options: Any) -> Any:
     try:
         with torch.serialization.safe_globals(_ARRAYS):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip or None)
+            return torch.load(source, map_location="cpu", weights_only=True, **options)
     except pickle.UnpicklingError as error:
         raise ConfigurationError(
             str(path),
@@ -138,3 +160,53 @@ class _Attributes(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         return _Nothing()
+
+
+# ---------------------------------------------------------------- the metadata of DCP
+
+_DCP = "torch.distributed.checkpoint"
+# What torch 2.13 distributed/checkpoint/filesystem.py FileSystemWriter.finish pickles.
+_IN_METADATA = {
+    *((f"{_DCP}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta")),
+    *((f"{_DCP}.metadata", f"{name}StorageMetadata") for name in ("Tensor", "Chunk", "Bytes")),
+    *((f"{_DCP}.metadata", name) for name in ("TensorProperties", "_MEM_FORMAT_ENCODING")),
+    *((f"{_DCP}.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout")),
+}
+
+
+def read_metadata(path: Path) -> Any:
+    """The metadata of a DCP checkpoint: objects with the attributes of torch's classes.
+
+    Raises:
+        ConfigurationError: the file is damaged, or names anything else than these classes.
+    """
+    try:
+        with path.open("rb") as pickled:
+            return _DcpMetadata(pickled).load()
+    # A damaged pickle raises anything.
+    except Exception as error:
+        raise _unreadable(path, error) from error
+
+
+class _Attributed:
+    """Stands in for a class of the metadata."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+    def __setstate__(self, state: Any) -> None:
+        vars(self).update(state if isinstance(state, dict) else {"parts": state})
+
+
+class _DcpMetadata(pickle.Unpickler):
+    """Makes plain values, and objects of new classes: one cannot change a class of torch."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        is_path = module.partition(".")[0] == "pathlib" and name.isidentifier()
+        if (module, name) in _IN_METADATA or is_path:
+            return type(name, (_Attributed,), {})
+        raise pickle.UnpicklingError(f"it names {module}.{name}, no part of DCP's metadata")

@@ -47,7 +47,7 @@ class OtherCheckpoint:
     @property
     def can_be_imported(self) -> bool:
         """Whether there is a reader for it."""
-        return self.kind not in (WrittenBy.DEEPSPEED, WrittenBy.DCP)
+        return self.kind is not WrittenBy.DEEPSPEED
 
     def command(self, directory: Path | str = "RUN") -> str:
         """The command that makes it the first step of a run."""
