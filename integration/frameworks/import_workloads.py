@@ -51,7 +51,7 @@ class Records:
 
     def note_batch(self, loss: Any, samples: torch.Tensor) -> None:
         """A batch was used."""
-        self.losses.append(float(loss))
+        self.losses.append(float(loss.detach()))
         self.samples.append(samples.clone())
 
     def note_weights(self, model: nn.Module) -> None:

@@ -26,6 +26,10 @@ def import_run(
         int | None,
         typer.Option(min=0, metavar="N", help="How many batches of that epoch were used."),
     ] = None,
+    trust: Annotated[
+        bool,
+        typer.Option("--trust", help="Make objects of any class in it: code that it names is run."),
+    ] = False,
 ) -> None:
     """Make a checkpoint of the Trainer, Lightning, Accelerate or torch.save the start of a run.
 
@@ -38,6 +42,6 @@ def import_run(
 
     show_messages()
     asked = StartPosition(step, epoch, batch)
-    made, origin = import_checkpoint(path.absolute(), directory, asked=asked)
+    made, origin = import_checkpoint(path.absolute(), directory, asked=asked, trusts=trust)
     lacks = f"; it has no {', '.join(origin.lacks)}" if origin.lacks else ""
     print_line(f"{made}  imported from {origin.source}{lacks}")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,10 +18,10 @@ from resumekit.errors import ConfigurationError
 from resumekit.imports.reading import (
     read_attributes,
     read_json,
+    read_state,
     read_torch_file,
-    read_weights,
 )
-from resumekit.imports.recognition import OtherCheckpoint, WrittenBy, recognise
+from resumekit.imports.recognition import SHARDED_META, OtherCheckpoint, WrittenBy, recognise
 from resumekit.imports.sharded import read_dcp
 from resumekit.state import Slot
 
@@ -94,7 +96,8 @@ class OtherContent:
     def all_lacks(self) -> tuple[str, ...]:
         """What it does not hold, in words."""
         slots = {_OPTIMIZER: "optimizer", _SCHEDULER: "LR scheduler"}
-        parts = [f"state of {noun}" for key, noun in slots.items() if key not in self.given]
+        found = {key.partition("/")[0] for key in self.given}
+        parts = [f"state of {noun}" for slot, noun in slots.items() if slot not in found]
         missing = [str(rank) for rank, state in enumerate(self.rng) if state is None]
         if missing:
             ranks = f" (that of rank {', '.join(missing)} is missing)" if self.num_ranks > 1 else ""
@@ -104,11 +107,12 @@ class OtherContent:
         return (*parts, *self.lacks)
 
 
-def read_content(path: Path) -> OtherContent:
+def read_content(path: Path, *, trusts: bool = False) -> OtherContent:
     """What another program has saved.
 
     Args:
         path: a file or a directory.
+        trusts: the user asks for objects of any class in it: code that it names is run.
 
     Raises:
         ConfigurationError: it is not recognised, is damaged, or cannot be taken over; says why.
@@ -126,7 +130,7 @@ def read_content(path: Path) -> OtherContent:
     if read is None:
         _refuse(found, f"{found}, which is not taken over yet", "a checkpoint in whole tensors")
     try:
-        return read(found)
+        return read(replace(found, trusted=trusts))
     except _NOT_AS_SAVED as error:
         if isinstance(error, ConfigurationError):
             raise
@@ -146,11 +150,52 @@ def _refuse(found: OtherCheckpoint, what: str, expected: str) -> NoReturn:
 # ---------------------------------------------------------------- parts
 
 
-def _given(folder: Path, names: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+# By slot, with a place for the number of an object but the first: transformers 5.23 trainer.py,
+# accelerate 1.15 checkpointing.py and utils/fsdp_utils.py.
+_FILES = {
+    _MODEL: ("model{}.safetensors", "pytorch_model{}.bin", "pytorch_model_fsdp{}.bin"),
+    _OPTIMIZER: ("optimizer{}.pt", "optimizer{}.bin"),
+    _SCHEDULER: ("scheduler{}.pt", "scheduler{}.bin"),
+    _SCALER: ("scaler{}.pt",),
+}
+_SHARDED = {_MODEL: "pytorch_model_fsdp_{}", _OPTIMIZER: "optimizer_{}"}  # with each number
+
+
+def _objects(found: OtherCheckpoint) -> dict[str, Any]:
     """What the files of a folder hold, by component key."""
-    for key, name in names.items():
-        if (folder / name).is_file():
-            yield key, read_torch_file(folder / name)
+    given = {
+        key: state
+        for slot in _FILES
+        for key, state in _by_key(slot, list(_numbered(found, slot))).items()
+    }
+    if not any(key.partition("/")[0] == _MODEL for key in given):
+        _refuse(
+            found,
+            f"{found} without the weights of a model: of PEFT, or of each rank",
+            "model.safetensors, pytorch_model.bin, pytorch_model_fsdp.bin or pytorch_model_fsdp_0",
+        )
+    return given
+
+
+def _by_key(slot: str, states: Sequence[Any]) -> dict[str, Any]:
+    """The states of one object, or of several in their order."""
+    if len(states) == 1:
+        return {slot: states[0]}
+    return {f"{slot}/{number}": state for number, state in enumerate(states)}
+
+
+def _numbered(found: OtherCheckpoint, slot: str) -> Iterator[Any]:
+    folder, trusts = found.path, found.trusted
+    for number in count():
+        suffix = f"_{number}" if number else ""
+        states = (read_state(folder / name.format(suffix), trusts=trusts) for name in _FILES[slot])
+        state = next((each for each in states if each is not None), None)
+        shards = folder / _SHARDED.get(slot, "{}.").format(number)
+        if state is None and shards.is_dir():
+            (state,) = read_dcp(shards, trusts=trusts).values()
+        if state is None:
+            return
+        yield state
 
 
 def _rng(python: Any, numpy: Any, cpu: Any, cuda: Any = ()) -> dict[str, Any]:
@@ -175,37 +220,27 @@ def _rng(python: Any, numpy: Any, cpu: Any, cuda: Any = ()) -> dict[str, Any]:
 
 
 def _rng_of_ranks(
-    folder: Path, one: str, several: str, convert: Callable[[Any], dict[str, Any]]
+    found: OtherCheckpoint, one: str, several: str, convert: Callable[[Any], dict[str, Any]]
 ) -> tuple[Mapping[str, Any] | None, ...]:
     """The RNG states of all ranks.
 
     Args:
-        folder: of the checkpoint.
+        found: the checkpoint.
         one: the name of the file of a single process.
         several: the names of the ranks' files, with a place for the rank.
         convert: makes the states of what a file holds.
     """
+    folder, read = found.path, partial(read_torch_file, trusts=found.trusted)
     if (folder / one).is_file():
-        return (convert(read_torch_file(folder / one)),)
+        return (convert(read(folder / one)),)
     prefix, suffix = several.split("{}")
-    found = {
+    files = {
         int(each.name[len(prefix) : -len(suffix)]): each
         for each in folder.glob(several.format("*"))
         if each.name[len(prefix) : -len(suffix)].isdecimal()
     }
-    ranks = range(max(found, default=0) + 1)
-    return tuple(convert(read_torch_file(found[r])) if r in found else None for r in ranks)
-
-
-def _whole_weights(found: OtherCheckpoint) -> dict[str, Any]:
-    weights = read_weights(found.path)
-    if weights is None:
-        _refuse(
-            found,
-            f"{found} without model.safetensors or pytorch_model.bin: of PEFT, FSDP or DeepSpeed",
-            "the weights of the whole model",
-        )
-    return weights
+    ranks = range(max(files, default=0) + 1)
+    return tuple(convert(read(files[r])) if r in files else None for r in ranks)
 
 
 # ---------------------------------------------------------------- the Trainer
@@ -223,7 +258,6 @@ def _trainer(found: OtherCheckpoint) -> OtherContent:
     accumulation = read_attributes(folder / "training_args.bin").get("gradient_accumulation_steps")
     step, each = int(state["global_step"]), int(accumulation or 1)
     epoch, batch, num_batches = _position(step, float(state["epoch"] or 0), each)
-    names = {_OPTIMIZER: "optimizer.pt", _SCHEDULER: "scheduler.pt", _SCALER: "scaler.pt"}
     callbacks = [name for name in state.get("stateful_callbacks", {}) if name != "TrainerControl"]
     lacks = [f"state of {name}" for name in callbacks]
     if accumulation is None:
@@ -231,9 +265,9 @@ def _trainer(found: OtherCheckpoint) -> OtherContent:
     return OtherContent(
         f"Trainer {folder.name}",
         StartPosition(step, epoch, batch),
-        {_MODEL: _whole_weights(found), **dict(_given(folder, names))},
+        _objects(found),
         rng=_rng_of_ranks(
-            folder,
+            found,
             "rng_state.pth",
             "rng_state_{}.pth",
             lambda it: _rng(it["python"], it["numpy"], it["cpu"], it.get("cuda", ())),
@@ -273,18 +307,14 @@ def _position(step: int, epoch: float, accumulation: int) -> tuple[int, int, int
 def _accelerate(found: OtherCheckpoint) -> OtherContent:
     """As of accelerate 1.15 checkpointing.py ``save_accelerator_state``."""
     folder = found.path
-    several = [each.name for each in folder.glob("*_1.*") if not each.name.startswith("random")]
-    if several:
-        _refuse(found, f"{found} of several objects ({several[0]})", "one model, one optimizer")
-    names = {_OPTIMIZER: "optimizer.bin", _SCHEDULER: "scheduler.bin", _SCALER: "scaler.pt"}
-    given = {_MODEL: _whole_weights(found), **dict(_given(folder, names))}
+    given = _objects(found)
     lacks = [each.name for each in sorted(folder.glob("custom_checkpoint_*.pkl"))]
     return OtherContent(
         f"Accelerate {folder.name}",
-        StartPosition(_steps_in(given.get(_OPTIMIZER))),
+        StartPosition(_steps_in(given)),
         given,
         rng=_rng_of_ranks(
-            folder,
+            found,
             "random_states.pkl",
             "random_states_{}.pkl",
             lambda it: _rng(
@@ -304,7 +334,7 @@ def _accelerate(found: OtherCheckpoint) -> OtherContent:
 
 def _lightning(found: OtherCheckpoint) -> OtherContent:
     """As of lightning 2.6 trainer/connectors/checkpoint_connector.py ``dump_checkpoint``."""
-    saved = read_torch_file(found.path)
+    saved = _whole_checkpoint(found)
     fit = saved["loops"]["fit_loop"]
     batches, epochs = fit["epoch_loop.batch_progress"], fit["epoch_progress"]["current"]
     epoch, batch = epochs["ready"] - 1, batches["current"]["processed"]
@@ -312,10 +342,7 @@ def _lightning(found: OtherCheckpoint) -> OtherContent:
         epoch, batch = epochs["ready"], 0
     given = {_MODEL: saved["state_dict"]}
     for key, name in ((_OPTIMIZER, "optimizer_states"), (_SCHEDULER, "lr_schedulers")):
-        states = saved.get(name) or []
-        if len(states) > 1:
-            _refuse(found, f"{found} with {len(states)} {name}", "one optimizer, one scheduler")
-        given.update(zip((key,), states, strict=False))
+        given |= _by_key(key, saved.get(name) or [])
     scaler = saved.get("MixedPrecision")
     num_batches = batches["total"]["processed"]
     return OtherContent(
@@ -327,6 +354,18 @@ def _lightning(found: OtherCheckpoint) -> OtherContent:
     )
 
 
+def _whole_checkpoint(found: OtherCheckpoint) -> Any:
+    """A file, or the folder that a strategy writes with shards: its FSDP2 or its FSDP1 one."""
+    path, trusts = found.path, found.trusted
+    if path.is_file():
+        return read_torch_file(path, trusts=trusts)
+    sharded = read_dcp(path, trusts=trusts)
+    weights = sharded.pop("state_dict", None) or sharded.pop("model")
+    optimizers = [sharded[f"optimizer_{number}"] for number in range(len(sharded))]
+    meta = read_torch_file(path / SHARDED_META, trusts=trusts)
+    return {**meta, "state_dict": weights, "optimizer_states": optimizers}
+
+
 # ---------------------------------------------------------------- a file of a plain loop
 
 _MODEL_NAMES = ("model", "model_state_dict", "state_dict", "net", "network", "module")
@@ -334,17 +373,21 @@ _STEP_NAMES = ("global_step", "step", "iteration", "iter", "it", "iter_num", "nu
 
 
 def _torch(found: OtherCheckpoint) -> OtherContent:
-    return _of_state_dicts(found, read_torch_file(found.path))
+    return _of_state_dicts(found, read_torch_file(found.path, trusts=found.trusted))
 
 
 def _dcp(found: OtherCheckpoint) -> OtherContent:
-    """As of lightning 2.6 fabric/strategies/model_parallel.py, ``meta.pt`` has what is not here."""
-    more = dict(_given(found.path, {"": "meta.pt"})).get("", {})
-    return _of_state_dicts(found, {**read_dcp(found.path), **more})
+    """Where Fabric wrote it, another file has what is no shard."""
+    trusts = found.trusted
+    more = read_state(found.path / SHARDED_META, trusts=trusts) or {}
+    return _of_state_dicts(found, {**read_dcp(found.path, trusts=trusts), **more})
 
 
 def _of_state_dicts(found: OtherCheckpoint, saved: Any) -> OtherContent:
     """A dict of ``state_dict``s under whatever names, or one of a model."""
+    if found.trusted:  # else there are no such objects
+        saved = _state_of(saved)
+        saved = {k: _state_of(v) for k, v in saved.items()} if isinstance(saved, dict) else saved
     if not isinstance(saved, Mapping):
         _refuse(found, f"{found} of a {type(saved).__name__}", "a dict of state_dicts")
     parts: dict[str, dict[str, Any]] = {}
@@ -355,7 +398,7 @@ def _of_state_dicts(found: OtherCheckpoint, saved: Any) -> OtherContent:
     if _MODEL not in given:
         _refuse(found, f"{found} without a dict of tensors", "the state_dict of a model")
     steps = [others[name] for name in _STEP_NAMES if type(others.get(name)) is int]
-    step = steps[0] if steps else _steps_in(given.get(_OPTIMIZER))
+    step = steps[0] if steps else _steps_in(given)
     taken = [name for name in _STEP_NAMES if name in others][:1]
     return OtherContent(
         f"{found.kind.value.partition(' ')[2]} {found.path.name}",
@@ -364,6 +407,11 @@ def _of_state_dicts(found: OtherCheckpoint, saved: Any) -> OtherContent:
         lacks=tuple(f"a place for {name!r}" for name in others if name not in (*taken, "epoch")),
         named_epoch=others["epoch"] if type(others.get("epoch")) is int else None,
     )
+
+
+def _state_of(value: Any) -> Any:
+    """That of a model, an optimizer or a scheduler that was saved whole."""
+    return value.state_dict() if hasattr(value, "state_dict") else value
 
 
 def _values(saved: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -400,9 +448,10 @@ def _only_one(found: OtherCheckpoint, slot: str, values: Mapping[str, Any]) -> A
     return named[0]
 
 
-def _steps_in(optimizer: Any) -> int | None:
-    """The steps that an optimizer has counted."""
-    states = optimizer.get("state", {}).values() if isinstance(optimizer, Mapping) else ()
+def _steps_in(given: Mapping[str, Any]) -> int | None:
+    """The steps that the optimizers have counted."""
+    optimizers = [each for key, each in given.items() if key.partition("/")[0] == _OPTIMIZER]
+    states = [each for optimizer in optimizers for each in optimizer["state"].values()]
     counts = [int(each["step"]) for each in states if isinstance(each, dict) and "step" in each]
     return max(counts, default=None)
 

@@ -24,7 +24,7 @@ _OWN_DIRECTORY = (Slot.MODEL.value, Slot.OPTIMIZER.value)
 
 
 def import_checkpoint(
-    path: Path, directory: Path, *, asked: StartPosition = _NOTHING
+    path: Path, directory: Path, *, asked: StartPosition = _NOTHING, trusts: bool = False
 ) -> tuple[Path, ImportOrigin]:
     """Makes a checkpoint of another program the first step of a new run.
 
@@ -32,6 +32,7 @@ def import_checkpoint(
         path: of the checkpoint.
         directory: of the run; it has no checkpoint.
         asked: the position, where the checkpoint does not say it.
+        trusts: see ``read_content``.
 
     Returns:
         The step directory, and what its manifest says of the import.
@@ -42,7 +43,7 @@ def import_checkpoint(
         SaveError: writing failed; the run has no checkpoint.
         UnsupportedValueError: the checkpoint has a value that cannot be stored; names its path.
     """
-    content = read_content(path)
+    content = read_content(path, trusts=trusts)
     store = Store(directory)
     store.acquire()
     try:
@@ -54,7 +55,7 @@ def import_checkpoint(
         store.release()
 
 
-def import_once(path: Path, store: Store) -> None:
+def import_once(path: Path, store: Store, *, trusts: bool) -> None:
     """The same into a run directory that this process owns; nothing where it was done before.
 
     Raises:
@@ -62,7 +63,7 @@ def import_once(path: Path, store: Store) -> None:
     """
     names = store.step_names()
     if not names:
-        _write(store, read_content(path), _NOTHING)
+        _write(store, read_content(path, trusts=trusts), _NOTHING)
         return
     reader, _ = store.open_newest(names)
     origin = import_of(reader.manifest)

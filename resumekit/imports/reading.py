@@ -7,6 +7,8 @@ import json
 import pickle
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +26,28 @@ _RECONSTRUCT = np.zeros(0).__reduce__()[0]
 _ARRAYS: list[Any] = [np.ndarray, np.dtype, type(np.dtype(np.uint32)), _RECONSTRUCT]
 
 
-def read_torch_file(path: Path) -> Any:
+def read_torch_file(path: Path, *, trusts: bool) -> Any:
     """What ``torch.save`` wrote: tensors, plain values and containers, on the CPU.
+
+    Args:
+        path: of the file.
+        trusts: the user asks for objects of any class: code that the file names is run.
 
     Raises:
         ConfigurationError: the file is damaged, or has objects of other classes.
     """
     is_zip = zipfile.is_zipfile(path)  # an older file cannot be mapped
-    return _load(path, path, mmap=is_zip or None)
+    return _load(path, path, trusts, mmap=is_zip or None)
 
 
-def read_torch_bytes(path: Path, offset: int, length: int) -> Any:
+def read_torch_bytes(path: Path, offset: int, length: int, *, trusts: bool) -> Any:
     """The same of a part of a file.
 
     Args:
         path: of the file.
         offset: where the part begins, in bytes.
         length: of the part, in bytes.
+        trusts: see ``read_torch_file``.
     """
     try:
         with path.open("rb") as file:
@@ -48,29 +55,41 @@ def read_torch_bytes(path: Path, offset: int, length: int) -> Any:
             part = io.BytesIO(file.read(length))
     except OSError as error:
         raise _unreadable(path, error) from error
-    return _load(part, path)
+    return _load(part, path, trusts)
 
 
-def _load(source: Any, path: Path, **options: Any) -> Any:
+def _load(source: Any, path: Path, trusts: bool, **options: Any) -> Any:
     try:
         with torch.serialization.safe_globals(_ARRAYS):
-            return torch.load(source, map_location="cpu", weights_only=True, **options)
+            return torch.load(source, map_location="cpu", weights_only=not trusts, **options)
+    except (AttributeError, ImportError) as error:
+        raise ConfigurationError(
+            str(path),
+            found=f"an object whose class is not here: {error}",
+            expected="the classes that the file names",
+            remedy="Pass import_from=PATH and trust_import=True in the script that has them",
+        ) from error
     except pickle.UnpicklingError as error:
         raise ConfigurationError(
             str(path),
-            found=f"objects that only an unrestricted pickle can make ({_reason(error)})",
+            found=f"objects that only an unrestricted pickle can make ({_named(source, error)})",
             expected="tensors and plain values",
-            remedy="Load it in the program that wrote it, and save the state_dicts alone",
+            remedy="Load it in the program that wrote it, and save the state_dicts alone; or, if "
+            "you trust who wrote it, run what it names: --trust, trust_import=True",
         ) from error
     except (EOFError, OSError, RuntimeError, ValueError) as error:
         raise _unreadable(path, error) from error
 
 
-def _reason(error: Exception) -> str:
-    """The first line that names what is not allowed."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    named = (line for line in lines if "GLOBAL" in line or "class" in line)
-    return next(named, lines[0] if lines else type(error).__name__)[:160]
+def _named(source: Any, error: Exception) -> str:
+    """What a file names that is not allowed; else the first line of the error."""
+    names: list[str] = []
+    with suppress(RuntimeError, ValueError, pickle.UnpicklingError):
+        if isinstance(source, io.BytesIO):
+            source.seek(0)
+        with torch.serialization.safe_globals(_ARRAYS):
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(source)
+    return (", ".join(sorted(names)) or str(error).strip().partition("\n")[0])[:160]
 
 
 def _unreadable(path: Path, error: Exception) -> ConfigurationError:
@@ -81,21 +100,26 @@ def _unreadable(path: Path, error: Exception) -> ConfigurationError:
     )
 
 
-def read_weights(directory: Path) -> dict[str, Any] | None:
-    """The tensors of a model by name, of one file or of several with an index; None for neither.
+def read_state(path: Path, *, trusts: bool) -> Any:
+    """What a file holds, or several with an index of that name; None for neither.
+
+    Args:
+        path: of the file.
+        trusts: see ``read_torch_file``.
 
     Raises:
         ConfigurationError: a file is damaged.
     """
-    for name, read in (("model.safetensors", _read_safetensors), ("pytorch_model.bin", _read_bin)):
-        if (directory / name).is_file():
-            return read(directory / name)
-        index = directory / f"{name}.index.json"
-        if index.is_file():
-            files = sorted(set(read_json(index)["weight_map"].values()))
-            parts = [read(directory / Path(each).name) for each in files]
-            return {key: value for part in parts for key, value in part.items()}
-    return None
+    is_safe = path.suffix == ".safetensors"
+    read = _read_safetensors if is_safe else partial(read_torch_file, trusts=trusts)
+    if path.is_file():
+        return read(path)
+    index = path.with_name(f"{path.name}.index.json")
+    if not index.is_file():
+        return None
+    files = sorted(set(read_json(index)["weight_map"].values()))
+    parts = [read(path.with_name(Path(each).name)) for each in files]
+    return {key: value for part in parts for key, value in part.items()}
 
 
 def _read_safetensors(path: Path) -> dict[str, Any]:
@@ -103,10 +127,6 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise _unreadable(path, error) from error
-
-
-def _read_bin(path: Path) -> dict[str, Any]:
-    return dict(read_torch_file(path))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from pathlib import Path
 from resumekit.errors import DirectoryError
 from resumekit.storage.directories import OWNER, StepName
 
+# lightning 2.6 fabric/strategies/fsdp.py: what is no shard, in a folder of DCP.
+SHARDED_META = "meta.pt"
 _HEAD_BYTES = 4096  # of a pickle; the first keys are there
 
 
@@ -35,11 +37,13 @@ class OtherCheckpoint:
         path: of it.
         kind: what wrote it.
         step: its optimizer step, where that is known without loading it.
+        trusted: whether objects of any class in it may be made, which runs code that it names.
     """
 
     path: Path
     kind: WrittenBy
     step: int | None = None
+    trusted: bool = False
 
     def __str__(self) -> str:
         return self.kind.value + ("" if self.step is None else f" at step {self.step}")
@@ -95,7 +99,9 @@ def _recognise_directory(path: Path, names: set[str]) -> OtherCheckpoint | None:
     if any(name.startswith("random_states_") for name in names):
         return OtherCheckpoint(path, WrittenBy.ACCELERATE)
     if ".metadata" in names and any(name.endswith(".distcp") for name in names):
-        return OtherCheckpoint(path, WrittenBy.DCP)
+        meta = _recognise_file(path / SHARDED_META) if SHARDED_META in names else None
+        is_lightning = meta is not None and meta.kind is WrittenBy.LIGHTNING
+        return OtherCheckpoint(path, WrittenBy.LIGHTNING if is_lightning else WrittenBy.DCP)
     if any(name.endswith("_model_states.pt") for name in names):
         return OtherCheckpoint(path, WrittenBy.DEEPSPEED)
     if "latest" in names and (path / "latest").is_file():

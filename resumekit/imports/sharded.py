@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,15 @@ class _Level(dict[Any, Any]):
     """A dict or a list of the state dict; no leaf."""
 
 
-def read_dcp(directory: Path) -> dict[str, Any]:
+def read_dcp(directory: Path, *, trusts: bool) -> dict[str, Any]:
     """The state dict that ``dcp.save`` was given, in whole tensors.
 
     Dicts have strings as keys, as DCP makes them, and no empty containers. A state of an optimizer
     has the keys of its groups.
+
+    Args:
+        directory: of the checkpoint.
+        trusts: see ``read_torch_file``; the metadata is read as ever.
 
     Raises:
         ConfigurationError: a file is damaged, or has objects of other classes.
@@ -29,6 +34,7 @@ def read_dcp(directory: Path) -> dict[str, Any]:
             metadata that is none.
     """
     metadata = read_metadata(directory / ".metadata")
+    read = partial(_item, directory, trusts)
     places = {
         (index.fqn, tuple(getattr(index, "offset", None) or ())): info
         for index, info in metadata.storage_data.items()
@@ -37,9 +43,9 @@ def read_dcp(directory: Path) -> dict[str, Any]:
     root = _Level()
     for key, entry in metadata.state_dict_metadata.items():
         if hasattr(entry, "properties"):
-            value = _tensor(directory, key, entry, places)
+            value = _tensor(read, key, entry, places)
         else:
-            value = _item(directory, places[key, ()])
+            value = read(places[key, ()])
         *above, last = paths.get(key, (key,))
         level = root
         for name in above:
@@ -48,15 +54,15 @@ def read_dcp(directory: Path) -> dict[str, Any]:
     return {name: _nested(each) for name, each in root.items()}
 
 
-def _item(directory: Path, info: Any) -> Any:
+def _item(directory: Path, trusts: bool, info: Any) -> Any:
     """What one entry of a file holds."""
     name = str(info.relative_path)
     if Path(name).name != name or getattr(info, "transform_descriptors", None):
         raise ValueError(f"{name!r}, which is compressed or not in the directory")
-    return read_torch_bytes(directory / name, info.offset, info.length)
+    return read_torch_bytes(directory / name, info.offset, info.length, trusts=trusts)
 
 
-def _tensor(directory: Path, key: str, entry: Any, places: Mapping[Any, Any]) -> Tensor:
+def _tensor(read: Callable[[Any], Any], key: str, entry: Any, places: Mapping[Any, Any]) -> Tensor:
     shape, (dtype, *_) = tuple(entry.size), entry.properties.parts
     boxes = [Box(tuple(each.offsets), tuple(each.sizes)) for each in entry.chunks]
     boxes = [each for each in boxes if each.num_elements]
@@ -65,7 +71,7 @@ def _tensor(directory: Path, key: str, entry: Any, places: Mapping[Any, Any]) ->
         raise ValueError(f"{key}: {problem}")
     whole = torch.empty(shape, dtype=dtype)
     for box in boxes:
-        part = _item(directory, places[key, box.offsets])
+        part = read(places[key, box.offsets])
         if not isinstance(part, Tensor) or (tuple(part.shape), part.dtype) != (box.sizes, dtype):
             raise ValueError(f"{key}: the part {box} is another one")
         whole[box.slices] = part

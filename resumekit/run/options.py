@@ -47,6 +47,7 @@ class OptionKeywords(TypedDict, total=False):
     rename: Mapping[str, str]
     resume_from: str | None
     import_from: str | Path | None
+    trust_import: bool
     on_save_error: Literal["raise", "warn"]
     on_full: Literal["raise", "skip", "prune"]
     async_save: bool | Literal["auto"]
@@ -102,6 +103,8 @@ class Options:
         import_from: the path of a checkpoint that another program has written, e.g. a Trainer's
             ``checkpoint-500``: the run begins from it where its directory is empty. See
             docs/imports.md.
+        trust_import: make objects of any class that ``import_from`` holds, which runs code that it
+            names. See docs/imports.md.
         on_save_error: ``"raise"``, or ``"warn"`` to log it and train on; the old checkpoint stays
             either way.
         on_full: what becomes of a save for which the disk or the quota is too small: ``"raise"``
@@ -163,6 +166,7 @@ class Options:
     rename: Mapping[str, str] = field(default_factory=dict)
     resume_from: str | None = None
     import_from: str | Path | None = None
+    trust_import: bool = False
     on_save_error: Literal["raise", "warn"] = "raise"
     on_full: Literal["raise", "skip", "prune"] = "raise"
     async_save: bool | Literal["auto"] = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,38 @@ def test_an_object_in_a_file_is_refused_and_not_made(tmp_path: Path) -> None:
     saved = {"model": {"w": torch.ones(1)}}  # as the remedy says
     torch.save(saved, file)
     import_checkpoint(file, tmp_path / "run")
+
+
+def test_what_the_user_trusts_is_made_and_only_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, run, proof = tmp_path / "whole.pt", tmp_path / "run", tmp_path / "proof"
+    net, optimizer = made()
+    net.first(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    torch.save({"net": net, "optim": optimizer, "more": Hostile(proof)}, file)
+    assert command("import", file, run) == 2
+    error = capsys.readouterr().err
+    assert f"{Net.__module__}.Net, torch.nn.modules.linear.Linear" in error
+    assert "run what it names: --trust, trust_import=True" in error
+    assert not proof.exists()
+    assert not run.exists()
+    found, live = made()
+    nn.init.zeros_(found.first.weight)
+    options: Any = {"import_from": file, "trust_import": True}
+    with Checkpointer(run, model=found, optimizer=live, **options) as checkpointer:
+        assert checkpointer.resume().step == 1
+    assert proof.exists()
+    assert all(map(torch.equal, found.parameters(), net.parameters()))
+    moments = (each.state_dict()["state"][0]["exp_avg"] for each in (live, optimizer))
+    assert torch.equal(*moments)
+    assert command("import", "--trust", run / "step-00000001", tmp_path / "other") == 2
+    assert "not a checkpoint that can be imported" in capsys.readouterr().err
+    monkeypatch.delattr(sys.modules[Net.__module__], "Net")  # as that of a script elsewhere
+    assert command("import", "--trust", file, tmp_path / "other") == 2
+    error = capsys.readouterr().err
+    assert "an object whose class is not here" in error
+    assert "Pass import_from=PATH and trust_import=True in the script that has them" in error
 
 
 def test_the_arguments_of_a_trainer_are_read_without_their_classes(tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ DANGEROUS = frozenset(
 DANGEROUS_ALLOWED: dict[str, dict[str, str]] = {
     "resumekit/imports/reading.py": {
         "torch.load": "checkpoints of other programs, for an import alone",
-        "weights_only": "True: tensors and plain values",
+        "weights_only": "True, unless the user asks for other objects of this source (--trust)",
         "pickle": "its errors; an unpickler that makes an empty class of every name, and one of "
         "the names in the metadata of DCP alone",
     },

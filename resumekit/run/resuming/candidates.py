@@ -38,7 +38,8 @@ def open_store(directory: Path, world: World, options: Options, copies: Copies) 
         if options.import_from is not None and not copies.names():
             from resumekit.imports.importing import import_once  # loads safetensors
 
-            import_once(Path(options.import_from).absolute(), store)
+            source = Path(options.import_from).absolute()
+            import_once(source, store, trusts=options.trust_import)
         return store.run_id, store.attempt
 
     try:
