@@ -161,8 +161,9 @@ class _ShardedModule(LightningModule):
 
     def configure_model(self) -> None:
         mesh: Any = self.device_mesh
-        if not isinstance(self.layers[0].weight, DTensor):
-            for layer in (self.layers[0], self.layers[4], self.layers):
+        layers: Any = self.layers
+        if not isinstance(layers[0].weight, DTensor):
+            for layer in (layers[0], layers[4], layers):
                 fully_shard(layer, mesh=mesh["data_parallel"])
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:

@@ -19,6 +19,7 @@ import torch
 from import_workloads import (
     BATCH,
     EPOCH,
+    EPOCHS,
     PER_EPOCH,
     RECORDS,
     in_accelerate,
@@ -27,6 +28,8 @@ from import_workloads import (
     in_shards,
     in_trainer,
 )
+from pair_import_workloads import in_accelerate as a_pair_in_accelerate
+from pair_import_workloads import in_lightning as a_pair_in_lightning
 
 from resumekit.cli import main
 from resumekit.testing import Cell, Kit
@@ -207,3 +210,30 @@ def test_accelerate_continues_with_the_dropout_that_its_own_resume_loses(
     found = records(launch(kit, in_accelerate, how="resumekit", source=str(run)))
     assert len(found["losses"]) == len(whole["losses"]) - EPOCH * PER_EPOCH - BATCH
     assert is_same(found, whole)
+
+
+# ---------------------------------------------------------------- several objects
+
+
+@pytest.mark.full
+def test_two_models_and_optimizers_of_accelerate_keep_their_order(kit: Kit, tmp_path: Path) -> None:
+    theirs, run = stock(kit, a_pair_in_accelerate), tmp_path / "run"
+    position = ("--epoch", str(EPOCH), "--batch", str(BATCH))
+    assert import_command(theirs / "state", run, *position) == 0
+    found = records(launch(kit, a_pair_in_accelerate, how="resumekit", source=str(run)))
+    assert len(found["losses"]) == (EPOCHS - EPOCH) * PER_EPOCH - BATCH
+    assert is_same(found, records(theirs))
+    other = tmp_path / "other"
+    assert import_command(theirs / "state", other, *position) == 0
+    given: dict[str, Any] = {"how": "resumekit", "source": str(other), "swapped": True}
+    assert not is_same(records(launch(kit, a_pair_in_accelerate, **given)), records(theirs))
+
+
+@pytest.mark.full
+def test_two_optimizers_and_schedulers_of_lightning_keep_their_order(kit: Kit) -> None:
+    theirs = stock(kit, a_pair_in_lightning)
+    source = theirs / "step=28.ckpt"  # of each optimizer, so the 14th batch
+    ours = launch(kit, a_pair_in_lightning, how="resumekit", source=str(source))
+    found = records(ours)
+    assert len(found["losses"]) == EPOCHS * PER_EPOCH - 14
+    assert is_same(found, records(theirs))

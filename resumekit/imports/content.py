@@ -394,12 +394,15 @@ def _of_state_dicts(found: OtherCheckpoint, saved: Any) -> OtherContent:
     for name, value in [("model", saved)] if _slot_of(saved) else _values(saved):
         parts.setdefault(_slot_of(value) or "", {})[name] = value
     others = parts.pop("", {})
-    given = {slot: _only_one(found, slot, values) for slot, values in parts.items()}
-    if _MODEL not in given:
+    given = {k: v for slot, values in parts.items() for k, v in _named(slot, values).items()}
+    if _MODEL not in parts:
         _refuse(found, f"{found} without a dict of tensors", "the state_dict of a model")
     steps = [others[name] for name in _STEP_NAMES if type(others.get(name)) is int]
     step = steps[0] if steps else _steps_in(given)
     taken = [name for name in _STEP_NAMES if name in others][:1]
+    several = {slot: values for slot, values in parts.items() if slot in given and len(values) > 1}
+    for slot, values in several.items():
+        others |= {name: each for name, each in values.items() if each is not given[slot]}
     return OtherContent(
         f"{found.kind.value.partition(' ')[2]} {found.path.name}",
         StartPosition(step),
@@ -438,14 +441,14 @@ def _slot_of(value: Any) -> str | None:
     return _MODEL if is_model else None
 
 
-def _only_one(found: OtherCheckpoint, slot: str, values: Mapping[str, Any]) -> Any:
-    if len(values) == 1:
-        return next(iter(values.values()))
+def _named(slot: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of a slot by component key: of several models one may be the trained one."""
     last = {name.rpartition(".")[2]: each for name, each in values.items()}
-    named = [last[name] for name in _MODEL_NAMES if name in last] if slot == _MODEL else []
-    if len(named) != 1:
-        _refuse(found, f"{found} with several for {slot}: {', '.join(values)}", "one")
-    return named[0]
+    trained = [last[name] for name in _MODEL_NAMES if name in last] if slot == _MODEL else []
+    if len(values) == 1 or len(trained) == 1:
+        return {slot: trained[0] if trained else next(iter(values.values()))}
+    named = last if len(last) == len(values) else values
+    return {f"{slot}/{name.replace('/', '|')}": each for name, each in named.items()}
 
 
 def _steps_in(given: Mapping[str, Any]) -> int | None:

@@ -168,7 +168,7 @@ def _counted(epoch: int, batch: int, ahead: list[Any], batch_size: int) -> dict[
 
 
 def _payloads(shared: Mapping[str, Any], per_rank: list[dict[str, Any]]) -> Iterator[Payload]:
-    apart = {key: state for key, state in shared.items() if key in _OWN_DIRECTORY}
+    apart = {key: state for key, state in shared.items() if key.partition("/")[0] in _OWN_DIRECTORY}
     rest = {key: state for key, state in shared.items() if key not in apart}
     for key, state in apart.items():
         yield Payload.of_states(key, 0, {key: state})
@@ -193,7 +193,7 @@ def _manifest(
             pattern=patterns.get(key, SharingPattern.GLOBAL).value,
             fidelity="exact",
             reason="",
-            directory=key if key in _OWN_DIRECTORY else "state",
+            directory=key if key.partition("/")[0] in _OWN_DIRECTORY else "state",
             writers=(0,),
         )
         for key in shared

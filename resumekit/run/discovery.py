@@ -110,7 +110,7 @@ class Discovery:
             found: the checkpoint.
             reporter: logs the names.
         """
-        saved = {} if found is None else found.states
+        saved = {} if found is None or found.as_given else found.states
         for slot, objects in self._found.items():  # models first: they name optimizers' parameters
             components = {each.key: each for each in self._made}
             names = _saved_names(f"{slot.value}/", components, saved)

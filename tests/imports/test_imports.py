@@ -449,8 +449,60 @@ def test_what_cannot_be_taken_over_is_refused_with_the_reason(tmp_path: Path) ->
         read_content(tmp_path / "missing")
     two = {"a": {"w": torch.ones(1)}, "b": {"w": torch.ones(1)}}
     torch.save(two, tmp_path / "two.pt")
-    with pytest.raises(ConfigurationError, match="several for model: a, b"):
-        read_content(tmp_path / "two.pt")
+    assert set(read_content(tmp_path / "two.pt").given) == {"model/a", "model/b"}
     torch.save([1], tmp_path / "list.pt")
     with pytest.raises(ConfigurationError, match="of a list"):
         read_content(tmp_path / "list.pt")
+
+
+# ---------------------------------------------------------------- several objects
+
+
+def pair() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two models of one shape with an optimizer each, by name."""
+    nets = {name: nn.Linear(3, 3) for name in ("maker", "judge")}
+    return nets, {n: torch.optim.AdamW(net.parameters(), lr=0.1) for n, net in nets.items()}
+
+
+def pair_saved(path: Path) -> dict[str, Any]:
+    """The file of a loop that trained a pair."""
+    nets, optimizers = pair()
+    for name, net in nets.items():
+        net(torch.ones(1, 3)).sum().backward()
+        optimizers[name].step()
+    saved = {"nets": {n: net.state_dict() for n, net in nets.items()}}
+    saved["optimizers"] = {n: each.state_dict() for n, each in optimizers.items()}
+    torch.save(saved, path)
+    return saved
+
+
+def resume_pair(file: Path, run: Path, names: tuple[str, str]) -> Any:
+    nets, optimizers = pair()
+    nets = dict(zip(names, nets.values(), strict=True))
+    optimizers = dict(zip(names, optimizers.values(), strict=True))
+    options: Any = {"model": nets, "optimizer": optimizers, "import_from": file}
+    with Checkpointer(run, **options) as checkpointer:
+        checkpointer.resume()
+    return nets
+
+
+@pytest.mark.parametrize("names", [("maker", "judge"), ("judge", "maker")])
+def test_several_objects_are_matched_by_their_names(tmp_path: Path, names: tuple[str, str]) -> None:
+    saved = pair_saved(tmp_path / "a.pt")
+    nets = resume_pair(tmp_path / "a.pt", tmp_path / "run", names)
+    for name, net in nets.items():
+        assert torch.equal(net.weight, saved["nets"][name]["weight"])
+
+
+def test_names_that_are_not_those_of_the_run_are_an_error_with_both_lists(tmp_path: Path) -> None:
+    saved = pair_saved(tmp_path / "a.pt")
+    text = "model/maker, model/judge in the .* those of this run: model/left, model/right"
+    with pytest.raises(StateMismatchError, match=text) as caught:
+        resume_pair(tmp_path / "a.pt", tmp_path / "run", ("left", "right"))
+    remedy = "Pass as many objects, under these names or, if they are numbers, in this order"
+    assert caught.value.remedy == remedy
+    nets = resume_pair(tmp_path / "a.pt", tmp_path / "run", ("maker", "judge"))  # as it says
+    assert torch.equal(nets["judge"].weight, saved["nets"]["judge"]["weight"])
+    net, optimizer = made()
+    with pytest.raises(StateMismatchError, match="those of this run: model"):
+        Checkpointer(tmp_path / "run", model=net, optimizer=optimizer).resume()

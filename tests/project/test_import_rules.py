@@ -257,11 +257,11 @@ BUDGET: dict[str, int] = {
     "data": 4_440,
     "record": 1_460,
     # 120: the check of what states hold; 50: full disks; 80: places; 135: copies in memory; 65:
-    # what an imported step lacks; 20: trackers
-    "run": 6_535,
+    # what an imported step lacks; 20: trackers; 50: several objects of an imported step
+    "run": 6_585,
     # readers of four formats, what each of them lacks, recognition of one more, and the step;
-    # 125: DCP directories, whose metadata is a pickle
-    "imports": 720,
+    # 125: DCP directories, whose metadata is a pickle; 50: shards, several objects, trust
+    "imports": 770,
     "__main__": 5,
     "checkpointer": 170,  # 10: types that are known before their objects
     # 200: a few tensors at a time; averages; shards, and what from_pretrained, torch and DCP open;

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -274,6 +274,7 @@ class Found:
         deferral: what is read when a component is loaded, straight into its tensors.
         renames: the changes of parameter names; states that were read whole have the saved names.
         rejected: newer checkpoints that were passed over.
+        aliases: the key in the files of an imported component whose key here is another one.
     """
 
     name: StepName
@@ -284,6 +285,7 @@ class Found:
     deferral: Deferral
     renames: Renames
     rejected: tuple[Rejection, ...] = ()
+    aliases: dict[str, str] = field(default_factory=dict)
 
     @property
     def manifest(self) -> Manifest:

@@ -31,6 +31,7 @@ from resumekit.run.resuming.compatibility import (
     regrouped_buffers,
 )
 from resumekit.run.resuming.finder import Finder, Found, adopted, built, models_first
+from resumekit.run.resuming.matching import match_imported
 from resumekit.serialization.digests import state_digest
 from resumekit.state import (
     AfterResume,
@@ -80,6 +81,7 @@ class Loading:
         self.found, self.finder = found, finder
         self.world, self.options = finder.world, finder.options
         self.components = finder.components
+        match_imported(found, self.components)
 
     def resume(
         self, live: Mapping[str, Any], reporter: Reporter, *, causes: Sequence[str] = ()
@@ -432,7 +434,7 @@ class RestoredState:
 
     def __init__(self, loading: Loading, *, is_driven: bool) -> None:
         found, finder = loading.found, loading.finder
-        self._name = found.name
+        self._name, self._aliases = found.name, found.aliases
         # A revision of its step that is not among them replaces it: this launch has saved it.
         self._known = frozenset(finder.world.on_first(finder.store.step_names))
         self._finder = replace(finder, renames=found.renames)
@@ -491,7 +493,8 @@ class RestoredState:
 
     def _load(self, keys: Collection[str]) -> None:
         name = self._newest_of_step()
-        finder = replace(self._finder, keys=keys)
+        stored = {self._aliases.get(key, key) for key in keys}
+        finder = replace(self._finder, keys=stored)
         finder = finder if name == self._name else replace(finder, renames=None)
         loading = Loading(finder.read(name), finder)
         loading.load_again(self._given)
