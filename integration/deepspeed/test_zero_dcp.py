@@ -13,7 +13,7 @@ pytest.importorskip("deepspeed")
 
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from zero_workloads import MOMENTS, Classifier, digest, param_groups, take_over
+from zero_workloads import MOMENTS, Classifier, digest_of, param_groups, take_over
 
 from resumekit.dcp import StorageReader
 from resumekit.testing import Cell, Kit
@@ -48,8 +48,8 @@ def test_a_plain_process_loads_what_deepspeed_gathers(kit: Kit, options: dict[st
     found = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         values = optimizer.state[parameter]
-        found[name] = digest(parameter)
-        found |= {f"{name}.{moment}": digest(values[moment]) for moment in MOMENTS}
+        found[name] = digest_of(parameter)
+        found |= {f"{name}.{moment}": digest_of(values[moment]) for moment in MOMENTS}
     steps = {int(values["step"]) for values in optimizer.state.values()}
     found["steps"] = ", ".join(map(str, sorted(steps)))
     assert found == {name: value for name, value in expected.items() if name != "loss_scale"}

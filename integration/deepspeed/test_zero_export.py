@@ -17,7 +17,7 @@ pytest.importorskip("deepspeed")
 
 from safetensors.torch import load_file
 from zero_export_workloads import through_accelerate, through_trainer
-from zero_workloads import MOMENTS, NATIVE, digest, take_over
+from zero_workloads import MOMENTS, NATIVE, digest_of, take_over
 
 from resumekit.export import export_model
 from resumekit.storage.store import Store
@@ -61,7 +61,7 @@ def assert_gathered(run: Run, tensors: dict[str, torch.Tensor]) -> None:
     notes = json.loads((run.directory / "notes.jsonl").read_text())
     others = ("steps", "loss_scale", *(f".{moment}" for moment in MOMENTS))
     expected = {name: d for name, d in notes["saved"].items() if not name.endswith(others)}
-    assert {name: digest(tensor) for name, tensor in tensors.items()} == expected
+    assert {name: digest_of(tensor) for name, tensor in tensors.items()} == expected
 
 
 @pytest.mark.quick("{'stage': 3, 'precision': 'fp16'}")

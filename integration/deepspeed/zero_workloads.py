@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,22 +83,33 @@ class Plain:
         self.optimizer.zero_grad()
 
 
-def make_engine(model: nn.Module, stage: int, precision: str) -> Any:
-    """DeepSpeed's engine; its optimizer steps on fp32 weights."""
+def make_engine(
+    model: nn.Module,
+    stage: int,
+    precision: str,
+    *,
+    lr_scheduler: Callable[..., Any] | None = None,
+    sub_group_size: int = 3000,
+) -> Any:
+    """DeepSpeed's engine; its optimizer steps on fp32 weights, at stage 3 in small groups."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": GLOBAL_BATCH // get_world_size(),
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "sub_group_size": sub_group_size},
         "bf16": {"enabled": precision == "bf16"},
     }
     if precision == "fp16":  # low enough that no step is skipped
         set_accelerator(HalfPrecisionCPU())
         config["fp16"] = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}
-    if stage == 3:  # some parameters are kept whole on every rank, and a group is cut in two
+    if stage == 3:  # some parameters are kept whole on every rank
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 400
-        config["zero_optimization"]["sub_group_size"] = 3000
         config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
-    return deepspeed.initialize(model=model, model_parameters=param_groups(model), config=config)[0]
+    return deepspeed.initialize(
+        model=model,
+        model_parameters=param_groups(model),
+        lr_scheduler=lr_scheduler,
+        config=config,
+    )[0]
 
 
 def take_over(
@@ -226,8 +237,9 @@ def save_natively_and_lose(directory: str, *, stage: int) -> None:
     destroy_process_group()
 
 
-def whole_state(engine: Any) -> Iterator[tuple[str, str]]:
+def whole_state(engine: Any, digest: Callable[..., Any] | None = None) -> Iterator[tuple[str, Any]]:
     """A digest of every fp32 weight, moment and count of steps, as DeepSpeed gathers them."""
+    digest = digest_of if digest is None else digest
     is_plain = isinstance(engine.optimizer, torch.optim.Optimizer)
     optimizer = engine.optimizer if is_plain else engine.optimizer.optimizer
     if hasattr(engine.optimizer, "_hp_optimizer_states_linked") and optimizer.state:
@@ -270,7 +282,7 @@ def fp32_weights(optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
     return {p: w for group in groups for p, w in zip(*group, strict=True)}
 
 
-def digest(tensor: torch.Tensor) -> str:
+def digest_of(tensor: torch.Tensor) -> str:
     """The digest of a tensor's bits."""
     content = tensor.detach().float().contiguous().view(torch.int32).numpy().tobytes()
     return hashlib.sha256(content).hexdigest()

@@ -27,11 +27,11 @@ def saved(kit: Kit, save_both: Any, options: dict[str, Any], num_ranks: int = 1)
     return run
 
 
-def export(run: Run, to: str, step: int) -> tuple[Path, tuple[str, ...]]:
+def export(run: Run, to: str, step: int, **options: Any) -> tuple[Path, tuple[str, ...]]:
     """An export of a step of a run, and its lines."""
     out, store = run.directory / "training" / EXPORTED, Store(run.directory / "training" / "run")
     (name,) = (each for each in store.step_names() if each.step == step)
-    return out, export_training(store.open_step(name), out, to=to)
+    return out, export_training(store.open_step(name), out, to=to, **options)
 
 
 def continued(kit: Kit, run: Run, continue_from: Any, source: str) -> dict[str, torch.Tensor]:

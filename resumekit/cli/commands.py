@@ -272,7 +272,7 @@ def export(
         typer.Option(
             metavar="FORMAT",
             help="The model: safetensors, pretrained, torch, or dcp. All that continues the "
-            "training: accelerate, trainer, or lightning.",
+            "training: accelerate, trainer, lightning, or deepspeed.",
         ),
     ] = "safetensors",
     weights: Annotated[
@@ -288,6 +288,12 @@ def export(
     max_shard_size: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Of one file, e.g. 5GB; with an index.")
     ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(metavar="N", help="How many load it, for deepspeed.")
+    ] = None,
+    stage: Annotated[
+        int | None, typer.Option(metavar="STAGE", help="Of ZeRO, 0 to 3, for deepspeed.")
+    ] = None,
 ) -> None:
     """Write the model of a checkpoint for other tools, in fp32, or a checkpoint of a framework."""
     from resumekit.cli.views import export_checkpoint
@@ -300,6 +306,8 @@ def export(
         key=component,
         dtype=dtype,
         max_shard_bytes=None if max_shard_size is None else bytes_of(max_shard_size),
+        ranks=ranks,
+        stage=stage,
     )
 
 

@@ -148,23 +148,25 @@ def export_checkpoint(path: Path, out: Path, *, to: str, **options: Any) -> None
     from resumekit.export import FORMATS, TRAININGS, export_model, export_training
 
     given = {name: value for name, value in options.items() if value is not None}
-    others = given.keys() - {"max_shard_bytes"}
-    if to in TRAININGS and others:
+    of_model = to not in TRAININGS
+    others = given.keys() & ({"ranks", "stage"} if of_model else {"weights", "key", "dtype"})
+    if others:
+        formats = ("deepspeed",) if of_model else FORMATS
         raise ConfigurationError(
-            f"--to {to}", found=f"with {min(others)}", expected=f"one of {', '.join(FORMATS)}"
+            f"--to {to}", found=f"with {min(others)}", expected=f"one of {', '.join(formats)}"
         )
 
     def export() -> tuple[StepReader, tuple[str, ...]]:
         reader = reader_at(path)
-        write = export_training if to in TRAININGS else export_model
+        write = export_model if of_model else export_training
         return reader, write(reader, out, to=to, **given)
 
     reader, lines = again_if_deleted(export, named=is_step(path))
     files = [each for each in (out, *out.rglob("*")) if each.is_file()]
     size = human_bytes(sum(each.stat().st_size for each in files))
-    what = f"{len(files)} files" if to in TRAININGS else f"{len(lines)} tensors"
+    what = f"{len(lines)} tensors" if of_model else f"{len(files)} files"
     print_line(f"{out}: {what} of {reader.name}, {size}")
-    for line in lines if to in TRAININGS else ():
+    for line in () if of_model else lines:
         print_line(line)
 
 

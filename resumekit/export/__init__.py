@@ -14,7 +14,7 @@ from pathlib import Path
 
 from resumekit.errors import ConfigurationError
 from resumekit.export.formats import IN_SHARDS, WRITERS
-from resumekit.export.stored_run import StoredRun
+from resumekit.export.stored_run import Options, StoredRun
 from resumekit.export.trainings import TRAININGS
 from resumekit.export.weights import DTYPES, KINDS, MODEL, Weights
 from resumekit.storage.manifest import StepReader
@@ -22,6 +22,12 @@ from resumekit.storage.manifest import StepReader
 __all__ = ["DTYPES", "FORMATS", "KINDS", "TRAININGS", "export_model", "export_training"]
 
 FORMATS = (*WRITERS,)
+# The formats of a training that know an option.
+OPTIONS = {
+    "max_shard_bytes": (*IN_SHARDS, "trainer"),
+    "ranks": ("deepspeed",),
+    "stage": ("deepspeed",),
+}
 
 
 def export_model(
@@ -76,7 +82,13 @@ def export_model(
 
 
 def export_training(
-    step: StepReader, path: Path, *, to: str, max_shard_bytes: int | None = None
+    step: StepReader,
+    path: Path,
+    *,
+    to: str,
+    max_shard_bytes: int | None = None,
+    ranks: int | None = None,
+    stage: int | None = None,
 ) -> tuple[str, ...]:
     """Writes a checkpoint of another framework; it is there whole or not at all.
 
@@ -89,8 +101,11 @@ def export_training(
         path: what to write; it must not be there.
         to: ``"accelerate"``: a directory for ``accelerator.load_state``. ``"trainer"``: one for
             ``Trainer.train(resume_from_checkpoint=...)``. ``"lightning"``: a file for
-            ``trainer.fit(ckpt_path=...)``.
+            ``trainer.fit(ckpt_path=...)``. ``"deepspeed"``: a directory for
+            ``engine.load_checkpoint``.
         max_shard_bytes: of the tensors of one file of weights, for ``"trainer"``.
+        ranks: how many load it, for ``"deepspeed"``; as many as have saved, if None.
+        stage: of ZeRO, 0 to 3, for ``"deepspeed"``; that of the checkpoint, if None.
 
     Returns:
         A line for each thing that a user has to know: what the format has no file for, and what the
@@ -103,11 +118,13 @@ def export_training(
         StateMismatchError: the format cannot have what the checkpoint has.
     """
     _require_one_of("to", to, (*TRAININGS,))
-    if max_shard_bytes is not None:
-        _require_one_of("to with max_shard_bytes", to, (*IN_SHARDS, "trainer"))
+    options = Options(max_shard_bytes, ranks, stage)
+    for name, formats in OPTIONS.items():
+        if getattr(options, name) is not None:
+            _require_one_of(f"to with {name}", to, formats)
     run = StoredRun(step)
     with _unfinished(step, path) as unfinished:
-        TRAININGS[to](unfinished, run, max_shard_bytes)
+        TRAININGS[to](unfinished, run, options)
     return (*run.notes, *(f"{key}: no file of {to} has it" for key in run.left_out()))
 
 

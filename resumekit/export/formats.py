@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -114,6 +114,29 @@ def one_file(path: Path, weights: Tensors, names: Sequence[str]) -> None:
         sync(file)
 
 
+class Joined(Tensors):
+    """Tensors of one dimension, each of which is made of several ones.
+
+    Args:
+        parts: at least one of each, by the name of what they become.
+    """
+
+    def __init__(self, parts: Mapping[str, Sequence[Tensor]]) -> None:
+        self._parts = parts
+        lengths = {name: sum(each.numel() for each in several) for name, several in parts.items()}
+        super().__init__(
+            {
+                name: torch.empty(length, dtype=parts[name][0].dtype, device="meta")
+                for name, length in lengths.items()
+            }
+        )
+
+    def read(self, names: Sequence[str]) -> Iterator[Tensor]:
+        """The parts, in their order."""
+        for name in names:
+            yield from self._parts[name]
+
+
 @contextmanager
 def mapped(path: Path, weights: Tensors) -> Iterator[dict[str, Tensor]]:
     """The tensors, in a file that is mapped for as long: they take no memory of their own."""
@@ -153,6 +176,13 @@ def write_bytes(path: Path, content: bytes) -> None:
     """Writes a small file."""
     with path.open("xb") as file:
         file.write(content)
+        sync(file)
+
+
+def save_state(path: Path, state: Any, **options: Any) -> None:
+    """Writes a file for ``torch.load(weights_only=True)``; options are those of ``torch.save``."""
+    with path.open("xb") as file:
+        torch.save(state, file, **options)
         sync(file)
 
 

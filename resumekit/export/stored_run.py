@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -18,7 +19,7 @@ from resumekit.capture.scheduler import SchedulerState
 from resumekit.capture.slots import OPTIMIZER_PARAMETERS
 from resumekit.errors import StateMismatchError
 from resumekit.export.formats import mapped
-from resumekit.export.weights import Tensors
+from resumekit.export.weights import MODEL, Tensors, Weights
 from resumekit.serialization.digests import leaves_of
 from resumekit.serialization.reading import (
     StoredSource,
@@ -30,6 +31,21 @@ from resumekit.serialization.reading import (
 from resumekit.serialization.tensors import StoredSubclass
 from resumekit.state import Slot, check_schema
 from resumekit.storage.manifest import ComponentRecord, StepReader
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was given for a format; None for what was not.
+
+    Args:
+        max_shard_bytes: of the tensors of one file of weights.
+        ranks: how many continue.
+        stage: of ZeRO.
+    """
+
+    max_shard_bytes: int | None = None
+    ranks: int | None = None
+    stage: int | None = None
 
 
 class StoredRun:
@@ -92,18 +108,57 @@ class StoredRun:
         writer = record.writers[0] if rank is None else rank
         return read_payload(self.step, record.directory, writer, [key])[key]
 
+    def weights(self, key: str | None, dtype: str | None = None) -> Weights:
+        """A model, in the type that it is stored in or in this one.
+
+        Raises:
+            StateMismatchError: there is no such model, or it has tensors made of others.
+        """
+        weights = Weights(self.step, MODEL, key, dtype)
+        if weights.parts:
+            raise StateMismatchError(
+                f"{self.step.name}: {weights.record.key}",
+                found=f"{weights.parts[0]}, a part of a tensor made of others",
+                expected="weights that other programs can have",
+                remedy="Export it as safetensors",
+            )
+        lines = (f"{weights.record.key}: {n}: no tensor, left out" for n in weights.others)
+        self.notes += [line for line in lines if line not in self.notes]
+        return weights
+
+    def only_model(self, dtype: str | None = None) -> Weights:
+        """The model of a run that has one."""
+        keys = self.models
+        return self.weights(keys[0] if len(keys) == 1 else None, dtype)
+
+    def only(self, slot: Slot) -> str | None:
+        """The component of a slot, where the format has one file.
+
+        Raises:
+            StateMismatchError: there are several.
+        """
+        keys = self.keys_of(slot)
+        if len(keys) > 1:
+            raise StateMismatchError(
+                str(self.step.name), found=", ".join(keys), expected=f"one {slot.value}"
+            )
+        return keys[0] if keys else None
+
     @contextmanager
-    def objects(self, path: Path, keys: Iterable[str]) -> Iterator[dict[str, Any]]:
+    def objects(
+        self, path: Path, keys: Iterable[str], *, by_name: bool = False
+    ) -> Iterator[dict[str, Any]]:
         """What ``state_dict`` gave, by component; tensors are mapped from a file of this name.
 
-        Of what each rank has of its own, the first one's.
+        Of what each rank has of its own, the first one's. With ``by_name`` optimizers have the
+        names of their parameters in place of positions.
 
         Raises:
             CheckpointError: damage, or an I/O error.
             StateMismatchError: a state that has another form in a checkpoint than in memory.
         """
         stored = {key: _open(self.step, self._records[key]) for key in keys}
-        given = {key: _as_given(key, each.state) for key, each in stored.items()}
+        given = {key: _as_given(key, each.state, by_name) for key, each in stored.items()}
         tensors: dict[int, StoredTensor] = {}
         for key, each in stored.items():
             tensors |= {
@@ -176,7 +231,7 @@ _GIVEN: Mapping[str, tuple[Any, Callable[[Any], Any]]] = {
 }
 
 
-def _as_given(key: str, state: Any) -> Any:
+def _as_given(key: str, state: Any, by_name: bool) -> Any:
     schema, convert = _GIVEN.get(key.partition("/")[0], (dict[str, Any], _object))
     is_engines = isinstance(state, Mapping) and "files" in state
     if is_engines or _has_parts(state):
@@ -186,7 +241,7 @@ def _as_given(key: str, state: Any) -> Any:
             expected="a state that other programs can have",
         )
     check_schema(key, schema, state)
-    return convert(state)
+    return state if by_name and convert is _optimizer else convert(state)
 
 
 def _has_parts(state: Any) -> bool:

@@ -8,30 +8,27 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from resumekit.errors import StateMismatchError
+from resumekit.export.deepspeed import write_tag
 from resumekit.export.formats import (
     mapped,
     model_files,
     one_file,
-    sync,
+    save_state,
     write_bytes,
     write_model,
 )
-from resumekit.export.stored_run import StoredRun
-from resumekit.export.weights import TRAIN, Weights
+from resumekit.export.stored_run import Options, StoredRun
 from resumekit.state import Slot
 
 
-def _accelerate(path: Path, run: StoredRun, _: int | None) -> None:
+def _accelerate(path: Path, run: StoredRun, _: Options) -> None:
     """What ``accelerator.load_state`` opens.
 
     Source: accelerate 1.15 checkpointing.py load_accelerator_state, accelerator.py load_state.
     """
     path.mkdir()
     for number, key in enumerate(run.models):
-        weights = _weights(run, key)
+        weights = run.weights(key)
         # safetensors load_model refuses a second name of a tensor.
         one_file(path / _numbered("model.safetensors", number), weights, weights.untied)
     counts = run.state("callbacks/accelerator") or {}
@@ -40,16 +37,16 @@ def _accelerate(path: Path, run: StoredRun, _: int | None) -> None:
         [key for key in run.keys_of(slot) if key not in registered]
         for slot in (Slot.OPTIMIZER, Slot.LR_SCHEDULER)
     )
-    scaler = _only(run, Slot.GRAD_SCALER)
+    scaler = run.only(Slot.GRAD_SCALER)
     keys = [*optimizers, *schedulers, *filter(None, [scaler]), *registered]
     with run.objects(path / "states", keys) as given:
         for name, several in (("optimizer.bin", optimizers), ("scheduler.bin", schedulers)):
             for number, key in enumerate(several):
-                _save(path / _numbered(name, number), given[key])
+                save_state(path / _numbered(name, number), given[key])
         if scaler:
-            _save(path / "scaler.pt", given[scaler])
+            save_state(path / "scaler.pt", given[scaler])
         for number, key in enumerate(registered):
-            _save(path / f"custom_checkpoint_{number}.pkl", given[key])
+            save_state(path / f"custom_checkpoint_{number}.pkl", given[key])
     step = counts.get("step", run.progress["batch"])
     for rank in range(run.step.manifest.world_size):
         rng = run.rng(rank)
@@ -61,7 +58,7 @@ def _accelerate(path: Path, run: StoredRun, _: int | None) -> None:
             "torch_manual_seed": rng["torch"],
             **devices,
         }
-        _save(path / f"random_states_{rank}.pkl", states)
+        save_state(path / f"random_states_{rank}.pkl", states)
     run.mark("data")
     loaders = run.state("callbacks/loaders")
     if loaders is not None and loaders["beside"]:
@@ -72,24 +69,24 @@ def _accelerate(path: Path, run: StoredRun, _: int | None) -> None:
     )
 
 
-def _trainer(path: Path, run: StoredRun, max_bytes: int | None) -> None:
+def _trainer(path: Path, run: StoredRun, options: Options) -> None:
     """What ``Trainer.train(resume_from_checkpoint=...)`` opens.
 
     Source: transformers 5.23 trainer.py _load_from_checkpoint, _load_optimizer_and_scheduler,
     _load_rng_state, _load_scaler; trainer_callback.py TrainerState.
     """
-    weights = _only_model(run)
-    write_model(path, weights, max_bytes, model_files(weights))
+    weights = run.only_model()
+    write_model(path, weights, options.max_shard_bytes, model_files(weights))
     slots = {
         "optimizer.pt": Slot.OPTIMIZER,
         "scheduler.pt": Slot.LR_SCHEDULER,
         "scaler.pt": Slot.GRAD_SCALER,
     }
-    files = {name: _only(run, slot) for name, slot in slots.items()}
+    files = {name: run.only(slot) for name, slot in slots.items()}
     with run.objects(path / "states", filter(None, files.values())) as given:
         for name, key in files.items():
             if key is not None:
-                _save(path / name, given[key])
+                save_state(path / name, given[key])
     world_size = run.step.manifest.world_size
     for rank in range(world_size):
         rng = run.rng(rank)
@@ -99,7 +96,7 @@ def _trainer(path: Path, run: StoredRun, max_bytes: int | None) -> None:
         }
         name = f"rng_state_{rank}.pth" if world_size > 1 else "rng_state.pth"
         states = {"python": rng["python"], "numpy": rng["numpy"], "cpu": rng["torch"], **devices}
-        _save(path / name, states)
+        save_state(path / name, states)
     if not files["scheduler.pt"]:
         run.notes.append(
             "scheduler.pt: the checkpoint has no scheduler; without one the Trainer starts the "
@@ -132,17 +129,17 @@ def _trainer_state(run: StoredRun) -> dict[str, Any]:
     return {**{n: each for n, each in stored.items() if n != "intervals"}, **intervals}
 
 
-def _lightning(path: Path, run: StoredRun, _: int | None) -> None:
+def _lightning(path: Path, run: StoredRun, _: Options) -> None:
     """The file that ``trainer.fit(ckpt_path=...)`` and ``load_from_checkpoint`` open.
 
     Source: lightning 2.6 trainer/connectors/checkpoint_connector.py dump_checkpoint.
     """
-    weights = _only_model(run)
+    weights = run.only_model()
     hooks = run.state("callbacks/hooks") or {}
     saved = run.state("callbacks/lightning") or {}
     keys = {key: each for key, each in saved.get("state_keys", {}).items() if key in run}
     optimizers, schedulers = run.keys_of(Slot.OPTIMIZER), run.keys_of(Slot.LR_SCHEDULER)
-    scaler, loops = _only(run, Slot.GRAD_SCALER), _fit_loop(run)
+    scaler, loops = run.only(Slot.GRAD_SCALER), _fit_loop(run)
     named = [*optimizers, *schedulers, *filter(None, [scaler]), *keys]
     states = path.with_name(f"{path.name}.states")
     with mapped(path, weights) as tensors, run.objects(states, named) as given:
@@ -158,7 +155,7 @@ def _lightning(path: Path, run: StoredRun, _: int | None) -> None:
             **({"MixedPrecision": given[scaler]} if scaler else {}),
             **hooks.get("checkpoint", {}),
         }
-        _save(path, checkpoint)
+        save_state(path, checkpoint)
     run.mark("data", Slot.RNG.value)
     run.notes.append(
         f"data: the loops continue at batch {run.progress['batch']} of epoch "
@@ -227,58 +224,15 @@ def _counted(progress: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-# What each format is written by: the path, the run, and the bytes of a file of weights at most.
-TRAININGS: Mapping[str, Callable[[Path, StoredRun, int | None], None]] = {
+# What each format is written by: the path, the run, and what was given for it.
+TRAININGS: Mapping[str, Callable[[Path, StoredRun, Options], None]] = {
     "accelerate": _accelerate,
     "trainer": _trainer,
     "lightning": _lightning,
+    "deepspeed": write_tag,
 }
 
 
 def _numbered(name: str, number: int) -> str:
     stem, end = name.split(".")
     return name if number == 0 else f"{stem}_{number}.{end}"
-
-
-def _save(path: Path, state: Any) -> None:
-    with path.open("xb") as file:
-        torch.save(state, file)
-        sync(file)
-
-
-def _only_model(run: StoredRun) -> Weights:
-    """The model of a run that has one."""
-    keys = run.models
-    return _weights(run, keys[0] if len(keys) == 1 else None)
-
-
-def _weights(run: StoredRun, key: str | None) -> Weights:
-    """A model as it is stored.
-
-    Raises:
-        StateMismatchError: there is no such model, or it has tensors made of others.
-    """
-    weights = Weights(run.step, TRAIN, key)
-    if weights.parts:
-        raise StateMismatchError(
-            f"{run.step.name}: {weights.record.key}",
-            found=f"{weights.parts[0]}, a part of a tensor made of others",
-            expected="weights that other programs can have",
-            remedy="Export it as safetensors",
-        )
-    run.notes += [f"{weights.record.key}: {n}: no tensor, left out" for n in weights.others]
-    return weights
-
-
-def _only(run: StoredRun, slot: Slot) -> str | None:
-    """The component of a slot, where the format has one file.
-
-    Raises:
-        StateMismatchError: there are several.
-    """
-    keys = run.keys_of(slot)
-    if len(keys) > 1:
-        raise StateMismatchError(
-            str(run.step.name), found=", ".join(keys), expected=f"one {slot.value}"
-        )
-    return keys[0] if keys else None

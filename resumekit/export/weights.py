@@ -81,12 +81,17 @@ class Tensors:
         self.sizes = {name: leaf.num_bytes for name, leaf in self._leaves.items()}
 
     @property
+    def tied(self) -> dict[str, str]:
+        """The further names of tensors with several, each with the first name."""
+        first: dict[int, str] = {}
+        names = {n: first.setdefault(id(tensor), n) for n, tensor in self._tensors.items()}
+        return {name: other for name, other in names.items() if name != other}
+
+    @property
     def untied(self) -> list[str]:
         """The names, of several ones of a tensor the first."""
-        names: dict[int, str] = {}
-        for name, tensor in self._tensors.items():
-            names.setdefault(id(tensor), name)
-        return [*names.values()]
+        tied = self.tied
+        return [name for name in self._tensors if name not in tied]
 
     def _leaf(self, name: str) -> Leaf:
         element = element_type(self._types[name])

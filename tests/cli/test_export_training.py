@@ -154,6 +154,105 @@ def test_a_run_of_another_framework_lacks_the_intervals_of_the_trainer(
     assert (state["global_step"], state["epoch"], state["train_batch_size"]) == (STEPS, 1.0, 1)
 
 
+class Scaler:
+    """Stands for DeepSpeed's, which is not installed here."""
+
+
+def of_deepspeed(path: Path) -> Any:
+    name = "deepspeed.runtime.fp16.loss_scaler.LossScaler"
+    with safe_globals([(Scaler, name)]):
+        return torch.load(path, weights_only=True)
+
+
+def pieces(flat: Any, sizes: list[int]) -> list[torch.Tensor]:
+    return list(flat[: sum(sizes)].split(sizes))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_partitions_of_deepspeed_have_the_states_of_the_objects(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], stage: int, ranks: int
+) -> None:
+    run, out = train(tmp_path / "run"), tmp_path / "out"
+    words = ("--to", "deepspeed", "--ranks", ranks, "--stage", stage)
+    code, lines = export(capsys, tmp_path / "run", out, *words)
+    assert code == 0, lines
+    assert any(f"continue in epoch 1 after {STEPS - PER_EPOCH} batches" in line for line in lines)
+    assert any("stage 0" in line for line in lines) == (stage == 0)
+    folder = out / (out / "latest").read_text()
+    assert folder.name == f"global_step{STEPS}"
+    begin = "zero_pp_rank_0_" if stage == 3 else ""
+    model = of_deepspeed(folder / f"{begin}mp_rank_00_model_states.pt")
+    assert (model["dp_world_size"], model["global_steps"]) == (ranks, STEPS)
+    assert_equal(model["lr_scheduler"], run.scheduler.state_dict())
+    expected = run.optimizer.state_dict()
+    if stage == 0:
+        assert_equal(model["module"], run.model.state_dict())
+        assert_equal(model["optimizer"], expected)
+        return
+    assert model["shared_params"] == {"2.weight": "0.weight"}
+    zeros = [
+        of_deepspeed(folder / f"zero_pp_rank_{r}_mp_rank_00_optim_states.pt") for r in range(ranks)
+    ]
+    found = [each["optimizer_state_dict"] for each in zeros]
+    flats = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+    states = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
+    weights = run.model.state_dict()
+    moment, index = "exp_avg_sq", 0
+    for group, shapes in enumerate(model["param_shapes"]):
+        sizes = [shape.numel() for shape in shapes.values()]
+        several = [each[states]["state"].get(group, {}).get(moment) for each in found]
+        values = [each[flats][group] for each in found]
+        if stage == 3:
+            parts = [-(-size // ranks) for size in sizes]
+            whole = [torch.cat(p) for p in zip(*(pieces(v, parts) for v in values), strict=True)]
+        else:
+            whole = pieces(torch.cat(values), sizes)
+        for name, value in zip(shapes, whole, strict=True):
+            assert torch.equal(value[: weights[name].numel()], weights[name].flatten()), name
+        if several[0] is None:  # never stepped
+            assert list(shapes) == ["1.bias"]
+            continue
+        parts = [-(-size // ranks) for size in sizes]
+        whole = (
+            [torch.cat(p) for p in zip(*(pieces(v, parts) for v in several), strict=True)]
+            if stage == 3
+            else pieces(torch.cat(several), sizes)
+        )
+        for value in whole:
+            state = expected["state"][index][moment]
+            assert torch.equal(value[: state.numel()], state.flatten())
+            index += 1
+    assert index == 3
+    if stage == 3:
+        files = sorted(folder.glob("*_model_states.pt"))
+        frozen = [of_deepspeed(each)["frozen_param_fragments"]["1.weight"] for each in files]
+        assert torch.equal(torch.cat(frozen)[:16], weights["1.weight"].flatten())
+        assert {len(each) for name, each in model["module"].items()} == {0}
+    else:
+        assert_equal(model["module"], weights)
+
+
+def test_parameters_of_other_step_counts_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    optimizer = AdamW(model.parameters())
+    for unused in (None, model[0].weight):
+        model(torch.ones(1, 2)).sum().backward()
+        if unused is not None:
+            unused.grad = None
+        optimizer.step()
+    with Checkpointer(tmp_path / "run", model=model, optimizer=optimizer) as checkpointer:
+        checkpointer.resume()
+        checkpointer.save()
+    words = (tmp_path / "run", tmp_path / "out", "--to", "deepspeed", "--stage")
+    code, lines = export(capsys, *words, 1)
+    assert code == 2
+    assert "1.weight: another state or count of steps than '0.weight' has" in " ".join(lines)
+    assert export(capsys, *words, 0)[0] == 0
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
@@ -161,6 +260,9 @@ def test_a_run_of_another_framework_lacks_the_intervals_of_the_trainer(
         (["--to", "accelerate", "--weights", "ema"], "--to accelerate: with weights"),
         (["--to", "lightning", "--max-shard-size", "1GB"], "expected one of safetensors"),
         (["--to", "trainer"], "optimizer/first, optimizer/second, expected one optimizer"),
+        (["--to", "trainer", "--ranks", "2"], "expected one of deepspeed"),
+        (["--stage", "2"], "--to safetensors: with stage, expected one of deepspeed"),
+        (["--to", "deepspeed"], "optimizer/first, optimizer/second, expected one optimizer"),
     ],
 )
 def test_what_a_format_cannot_have_is_an_error_and_leaves_nothing(
@@ -173,7 +275,7 @@ def test_what_a_format_cannot_have_is_an_error_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("to", [*FORMATS, "deepspeed"])
 def test_damage_and_run_directories_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str
 ) -> None:
@@ -195,7 +297,7 @@ def test_of_weights_alone_only_the_weights_are_exported(
     train(tmp_path / "run")
     with pytest.raises(SystemExit):
         main(["fork", str(tmp_path / "run"), str(tmp_path / "new"), "--weights-only"])
-    for to in FORMATS:
+    for to in (*FORMATS, "deepspeed"):
         code, lines = export(capsys, tmp_path / "new", tmp_path / "out", "--to", to)
         assert code == 2
         assert "no state but that of models" in " ".join(lines)

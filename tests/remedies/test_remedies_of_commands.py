@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from resumekit import Checkpointer
+from resumekit.adapters.torch import Checkpointer as TorchCheckpointer
 from resumekit.attach.trainings import KnownRuns, Training
 from resumekit.cli import main
 from resumekit.launcher import VARIABLE
@@ -123,6 +124,28 @@ def test_large_values_are_exported_in_another_type(
     text = remedy.in_text(command("export", tmp_path / "run", tmp_path / "a", "--dtype", "fp16"))
     for dtype in re.findall(r"\w+\d\d", text):
         assert not command("export", tmp_path / "run", tmp_path / dtype, "--dtype", dtype)
+
+
+@pytest.mark.remedy("Export it with --stage {}")
+@pytest.mark.parametrize("what", ["an unused parameter", "frozen parameters and buffers"])
+def test_what_a_stage_of_zero_cannot_have_is_exported_for_another(
+    tmp_path: Path, remedy: Remedy, command: Command, what: str
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    is_frozen = what.startswith("frozen")
+    model[1].requires_grad_(not is_frozen)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+    model[0](torch.ones(2, 2)).sum().backward()
+    optimizer.step()
+    run = tmp_path / "run"
+    with TorchCheckpointer(run, model=model, optimizer=optimizer) as checkpointer:
+        checkpointer.resume()
+        checkpointer.save()
+    words = ("export", run, tmp_path / "out", "--to", "deepspeed", "--stage")
+    followed = re.findall(r"--stage (\d)", remedy.in_text(command(*words, 3)))
+    assert followed == ["2" if is_frozen else "0"]
+    assert not command(*words, *followed)
 
 
 @pytest.mark.remedy("Choose another one, or remove it first")
