@@ -121,22 +121,54 @@ def continue_from(
     sub_group_size: int = 3000,
 ) -> None:
     """A script without resumekit, which begins from a directory of ``save_checkpoint``."""
-    start_ranks()
-    torch.manual_seed(7)
-    model = make_model(tied=tied, frozen=frozen, stage=stage)
-    engine = make_engine(
-        model, stage, precision, lr_scheduler=one_cycle, sub_group_size=sub_group_size
-    )
+    engine = other_engine(stage, precision, tied, frozen, sub_group_size)
     path, client_state = engine.load_checkpoint(str(Path(directory) / source))
     assert path is not None
     assert "step" not in client_state
+    note(engine, range(SAVED_AT, SAVED_AT + NUM_MORE), Path(directory) / Path(source).name)
+
+
+def continue_import(
+    directory: str,
+    *,
+    source: str,
+    stage: int | None,
+    precision: str = "fp32",
+    tied: bool = False,
+    frozen: bool = False,
+    sub_group_size: int = 3000,
+) -> None:
+    """The same with resumekit, in a run whose first step was imported in the middle of an epoch."""
+    from resumekit.adapters.deepspeed import Checkpointer
+
+    assert stage is not None
+    engine = other_engine(stage, precision, tied, frozen, sub_group_size)
+    loader: Any = DataLoader(range(2 * SAVED_AT))  # type: ignore[arg-type]
+    with Checkpointer(engine, Path(directory) / source) as checkpointer:
+        assert checkpointer.resume().resumed
+        numbers = map(int, checkpointer.batches(loader, epochs=1))
+        note(engine, numbers, Path(directory) / source)
+
+
+def other_engine(stage: int, precision: str, tied: bool, frozen: bool, sub_group_size: int) -> Any:
+    """An engine with other weights than those of the run that saved."""
+    start_ranks()
+    torch.manual_seed(7)
+    model = make_model(tied=tied, frozen=frozen, stage=stage)
+    return make_engine(
+        model, stage, precision, lr_scheduler=one_cycle, sub_group_size=sub_group_size
+    )
+
+
+def note(engine: Any, steps: Iterable[int], path: Path) -> None:
+    """Writes down what an engine has loaded, and what it has after these steps."""
     counts = [engine.global_steps, engine.global_samples, engine.skipped_steps]
     notes = {
         "loaded": whole_tensors(engine),
         "counts": counts,
         "scheduler": engine.lr_scheduler.state_dict(),
-        "losses": [*train(engine, range(SAVED_AT, SAVED_AT + NUM_MORE))],
+        "losses": [*train(engine, steps)],
         "trained": whole_tensors(engine),
     }
-    torch.save(notes, Path(directory) / f"{Path(source).name}-{get_rank()}.pt")
+    torch.save(notes, path.with_name(f"{path.name}-{get_rank()}.pt"))
     destroy_process_group()

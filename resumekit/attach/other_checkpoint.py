@@ -54,7 +54,7 @@ def refuse_checkpoint(
     elif step_names(run):
         found = f"of another run, in {run}"
         remedy = f"Pass that directory to ResumeCallback: {str(run)!r}"
-    elif not steps and other is not None and other.can_be_imported:
+    elif not steps and other is not None:
         remedy = (
             f"Pass import_from={str(path)!r} to ResumeCallback to continue that run, or begin a "
             f"new one from its weights alone: {weights}"
@@ -96,7 +96,7 @@ def replace_checkpoint(
         found = f"at step {step}" if step is not None else "at an unknown step"
         other = None if names else recognise(Path(path))
         takes_over = ""
-        if other is not None and other.can_be_imported:
+        if other is not None:
             takes_over = f", or take it over: {other.command(directory)}"
         raise ConfigurationError(
             f"{argument}={str(path)!r}",

@@ -136,9 +136,8 @@ class OptimizerState(Checked, Renamed, Adopting, InPlace):
         sizes = [len(group["params"]) for group in getattr(self.optimizer, "param_groups", ())]
         groups = given.get("param_groups") if isinstance(given, dict) else None
         then = [len(group.get("params", ())) for group in groups or () if isinstance(group, dict)]
-        if isinstance(groups, list) and then != sizes:
-            words = (f"groups of {', '.join(map(str, each))} parameters" for each in (then, sizes))
-            refuse(self.key, [Mismatch.changed("param_groups", *words)], remedy=_REMEDY)
+        if isinstance(groups, list):
+            self.require_sizes(then, sizes)
         return self._by_name(self._in_live_order(given))
 
     def _in_live_order(self, given: Any) -> Any:
@@ -152,6 +151,12 @@ class OptimizerState(Checked, Renamed, Adopting, InPlace):
         refuse(self.key, moved, remedy=_REMEDY)
         ordered = zip(groups, named, strict=True)
         return {**given, "param_groups": [{**group, "params": each} for group, each in ordered]}
+
+    def require_sizes(self, then: Sequence[int], now: Sequence[int]) -> None:
+        """Raises StateMismatchError unless the groups have as many parameters as they had."""
+        if then != now:
+            words = (f"groups of {', '.join(map(str, each))} parameters" for each in (then, now))
+            refuse(self.key, [Mismatch.changed("param_groups", *words)], remedy=_REMEDY)
 
     def _by_name(self, given: Any) -> dict[str, Any]:
         if not _has_torch_layout(given, self.optimizer):

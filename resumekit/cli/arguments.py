@@ -39,9 +39,7 @@ def existing(path: Path) -> Path:
             str(path),
             found=f"{other}",
             expected="the run directory of a job",
-            remedy=f"Make it the start of a run: {other.command()}"
-            if other.can_be_imported
-            else None,
+            remedy=f"Make it the start of a run: {other.command()}",
         )
     if not path.is_dir():
         found = "not a directory" if path.exists() else "no such directory"

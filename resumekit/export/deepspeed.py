@@ -26,6 +26,11 @@ from resumekit.state import Slot
 
 _COUNTERS = "callbacks/deepspeed"
 _VERSION = {"ds_version": "0.19.0"}  # of this layout
+# What is None but at some stages, or with features that no run has.
+_ABSENT = (
+    *("optimizer", "param_shapes", "shared_params", "data_sampler", "random_ltd"),
+    *("frozen_param_shapes", "frozen_param_fragments"),
+)
 _LOWER = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _SUB_GROUP = 10**9  # elements; zero/config.py sub_group_size
 # fp16/unfused_optimizer.py: what it keeps of a loss scaler.
@@ -87,6 +92,7 @@ def write_tag(path: Path, run: StoredRun, options: Options) -> None:
         run.objects(path / "states", keys, by_name=True) as given,
     ):
         common = {
+            **dict.fromkeys(_ABSENT),
             "module": module,
             "lr_scheduler": given[scheduler] if scheduler else None,
             "global_steps": step,

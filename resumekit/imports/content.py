@@ -15,6 +15,7 @@ import numpy as np
 
 from resumekit.capture.global_rng import python_state
 from resumekit.errors import ConfigurationError
+from resumekit.imports.deepspeed_tags import read_tag
 from resumekit.imports.reading import (
     read_attributes,
     read_json,
@@ -72,6 +73,7 @@ class OtherContent:
         num_batches: used in all epochs.
         batch_size: samples in a batch; 0 where it is not known.
         counts: the Trainer's own counts.
+        own: states of DeepSpeed's own as this library stores them, by component key.
         lacks: what it does not hold, in words.
         named_epoch: a number that may be the finished epoch, or the next one.
     """
@@ -84,6 +86,7 @@ class OtherContent:
     num_batches: int = 0
     batch_size: int = 0
     counts: Mapping[str, Any] = field(default_factory=dict)
+    own: Mapping[str, Any] = field(default_factory=dict)
     lacks: tuple[str, ...] = ()
     named_epoch: int | None = None
 
@@ -124,13 +127,10 @@ def read_content(path: Path, *, trusts: bool = False) -> OtherContent:
             str(path),
             found=f"{exists}not a checkpoint that can be imported",
             expected="a Trainer's checkpoint-N, a save_state folder of Accelerate, a .ckpt of "
-            "Lightning, a DCP directory, or a torch.save file",
+            "Lightning, a tag of DeepSpeed, a DCP directory, or a torch.save file",
         )
-    read = _READERS.get(found.kind)
-    if read is None:
-        _refuse(found, f"{found}, which is not taken over yet", "a checkpoint in whole tensors")
     try:
-        return read(replace(found, trusted=trusts))
+        return _READERS[found.kind](replace(found, trusted=trusts))
     except _NOT_AS_SAVED as error:
         if isinstance(error, ConfigurationError):
             raise
@@ -366,6 +366,25 @@ def _whole_checkpoint(found: OtherCheckpoint) -> Any:
     return {**meta, "state_dict": weights, "optimizer_states": optimizers}
 
 
+# ---------------------------------------------------------------- DeepSpeed
+
+
+def _deepspeed(found: OtherCheckpoint) -> OtherContent:
+    """As of deepspeed 0.19 runtime/engine.py ``save_checkpoint``."""
+    tag = read_tag(found.path)
+    taken = ("epoch", *(name for name in _STEP_NAMES if tag.client.get(name) == tag.step))
+    named = tag.client.get("epoch")
+    return OtherContent(
+        f"DeepSpeed {found.path.name}",
+        StartPosition(tag.step),
+        tag.given,
+        num_batches=tag.micro_steps,
+        own=tag.own,
+        lacks=tuple(f"a place for {name!r}" for name in tag.client if name not in taken),
+        named_epoch=named if type(named) is int else None,
+    )
+
+
 # ---------------------------------------------------------------- a file of a plain loop
 
 _MODEL_NAMES = ("model", "model_state_dict", "state_dict", "net", "network", "module")
@@ -463,6 +482,7 @@ _READERS: Mapping[WrittenBy, Callable[[OtherCheckpoint], OtherContent]] = {
     WrittenBy.TRAINER: _trainer,
     WrittenBy.ACCELERATE: _accelerate,
     WrittenBy.LIGHTNING: _lightning,
+    WrittenBy.DEEPSPEED: _deepspeed,
     WrittenBy.TORCH: _torch,
     WrittenBy.DCP: _dcp,
 }

@@ -48,11 +48,6 @@ class OtherCheckpoint:
     def __str__(self) -> str:
         return self.kind.value + ("" if self.step is None else f" at step {self.step}")
 
-    @property
-    def can_be_imported(self) -> bool:
-        """Whether there is a reader for it."""
-        return self.kind is not WrittenBy.DEEPSPEED
-
     def command(self, directory: Path | str = "RUN") -> str:
         """The command that makes it the first step of a run."""
         return f"resumekit import {shlex.quote(str(self.path))} {shlex.quote(str(directory))}"
@@ -79,14 +74,11 @@ def refuse_other(directory: Path) -> None:
     """Raises DirectoryError where a run directory is a checkpoint of another program."""
     found = recognise(directory)
     if found is not None:
-        remedy = "Give the run a directory of its own"
-        if found.can_be_imported:
-            remedy = f"Choose another run directory RUN, and import it first: {found.command()}"
         raise DirectoryError(
             str(directory),
             found=f"{found}, not a run",
             expected="an empty directory, or that of a run",
-            remedy=remedy,
+            remedy=f"Choose another run directory RUN, and import it first: {found.command()}",
         )
 
 

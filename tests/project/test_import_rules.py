@@ -260,17 +260,17 @@ BUDGET: dict[str, int] = {
     "data": 4_440,
     "record": 1_460,
     # 120: the check of what states hold; 50: full disks; 80: places; 135: copies in memory; 65:
-    # what an imported step lacks; 20: trackers; 50: several objects of an imported step
-    "run": 6_585,
-    # readers of four formats, what each of them lacks, recognition of one more, and the step;
-    # 125: DCP directories, whose metadata is a pickle; 50: shards, several objects, trust
-    "imports": 770,
+    # what an imported step lacks; 20: trackers
+    "run": 6_535,
+    # readers of four formats, what each of them lacks, recognition of one more, and the step; 160:
+    # tags of DeepSpeed, whose partitions of any number of ranks become whole tensors
+    "imports": 760,
     "__main__": 5,
     "checkpointer": 170,  # 10: types that are known before their objects
     # 200: a few tensors at a time; averages; shards, and what from_pretrained, torch and DCP open;
-    # 400: checkpoints that scripts of Accelerate, the Trainer and Lightning continue from; 335:
+    # 400: checkpoints that scripts of Accelerate, the Trainer and Lightning continue from; 340:
     # those of DeepSpeed, whose partitions are made for any stage and number of ranks
-    "export": 1_045,
+    "export": 1_050,
     "diff": 595,
     "dcp": 700,  # 350: the writer
     "fork": 140,
@@ -279,7 +279,8 @@ BUDGET: dict[str, int] = {
     # 20: to which step each thing was compared; 30: a command behind an overlay, for others too
     "replay": 630,
     "doctor": 105,
-    "frameworks": 780,  # 10: the types of saved counts
+    # 10: the types of saved counts; 15: optimizer states of an import, by position
+    "frameworks": 795,
     "launcher": 240,  # has the one starter of processes; 10: what a parent's end hides
     # 10: the processes that have a Checkpointer; 35: paths that scripts pass to their framework
     "attach": 410,

@@ -250,6 +250,20 @@ class ZeroOptimizerState(OptimizerState):
         groups = self.optimizer.param_groups
         return self._in_layout(self._named_groups(), groups, state, unnamed={}, other={})
 
+    def adopted(self, given: Any) -> dict[str, Any]:
+        """The state of the optimizer without ZeRO by name, by the position of a parameter."""
+        named = self._named_groups()
+        groups = given.get("param_groups") if isinstance(given, dict) else None
+        then = [len(group["params"]) for group in groups or ()]
+        self.require_sizes(then, [len(pairs) for pairs in named])
+        state = {
+            name: given["state"].get(position, {})
+            for pairs, group in zip(named, groups or (), strict=True)
+            for (name, _), position in zip(pairs, group["params"], strict=True)
+        }
+        state = {name: values for name, values in state.items() if values}
+        return self._in_layout(named, groups or (), state, unnamed={}, other={})
+
     def check_state_dict(self, state: Any) -> None:
         """As of a plain optimizer; parameters that ZeRO steps together need equal step counts."""
         super().check_state_dict(state)
