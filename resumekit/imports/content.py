@@ -371,7 +371,7 @@ def _whole_checkpoint(found: OtherCheckpoint) -> Any:
 
 def _deepspeed(found: OtherCheckpoint) -> OtherContent:
     """As of deepspeed 0.19 runtime/engine.py ``save_checkpoint``."""
-    tag = read_tag(found.path)
+    tag = read_tag(found.path, trusts=found.trusted)
     taken = ("epoch", *(name for name in _STEP_NAMES if tag.client.get(name) == tag.step))
     named = tag.client.get("epoch")
     return OtherContent(

@@ -66,15 +66,20 @@ class Tag(NamedTuple):
     client: dict[str, Any]
 
 
-def read_tag(folder: Path) -> Tag:
+def read_tag(folder: Path, *, trusts: bool) -> Tag:
     """What the files of a tag hold.
+
+    Args:
+        folder: the tag.
+        trusts: see ``read_torch_file``.
 
     Raises:
         ConfigurationError: a file is damaged, is missing, or has objects of other classes; the
             checkpoint is of a kind that is not read.
     """
-    models = [_read(path) for path in _files(folder, "model_states.pt")]
-    zeros = [_read(path)["optimizer_state_dict"] for path in _files(folder, "optim_states.pt")]
+    models = [_read(path, trusts) for path in _files(folder, "model_states.pt")]
+    optimizers = [_read(path, trusts) for path in _files(folder, "optim_states.pt")]
+    zeros = [each["optimizer_state_dict"] for each in optimizers]
     first = models[0]
     ranks = int(first["dp_world_size"])
     if zeros and len(zeros) != ranks:
@@ -114,9 +119,9 @@ def read_tag(folder: Path) -> Tag:
     return Tag(given, own, step, step * window, client)
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path, trusts: bool) -> Any:
     with torch.serialization.safe_globals(_CLASSES):
-        return read_torch_file(path)
+        return read_torch_file(path, trusts=trusts)
 
 
 def _files(folder: Path, end: str) -> list[Path]:
