@@ -1,4 +1,4 @@
-"""What all tests share: failures reported when they happen, and imports that take less time."""
+"""What all tests share: the quick set, failures reported at once, imports that take less time."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Generator
 
 import pytest
 from followed_remedies import Remedy
+from quick_set import mark_cells
 
 
 class FailureLines:
@@ -43,6 +44,13 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by mark
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks as `full` the cells that the mark `quick` leaves out."""
+    functions = [item for item in items if isinstance(item, pytest.Function)]
+    mark_cells(functions, whole=not any("::" in argument for argument in config.args))
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from deepspeed_extension import compile_once
 from preload_schedule import PreloadScheduling
-from quick_set import mark_cells, mark_matrices
+from quick_set import mark_matrices
 from script_judge import ScriptJudge
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
@@ -48,10 +48,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by mark
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks as `full` what the quick set leaves out; sorts the files by what they import."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as `full` what a matrix leaves out; sorts the files by what they import."""
     functions = [item for item in items if isinstance(item, pytest.Function)]
-    mark_cells(functions, whole=not any("::" in argument for argument in config.args))
     mark_matrices(functions)
     imports: dict[object, int] = {}
     items.sort(key=lambda item: imports.setdefault(_preload_of(item), len(imports)))

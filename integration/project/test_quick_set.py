@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-SHARED = Path(__file__).parents[1] / "shared"
+ROOT = Path(__file__).parents[2]
+SHARED = ROOT / "integration" / "shared"
 CONFTEST = """
 import sys
 
@@ -64,6 +65,14 @@ def test_a_name_without_a_cell_is_refused(tmp_path: Path, patterns: str) -> None
     done = collect(tmp_path, patterns)
     assert done.returncode != 0
     assert "test_ranks[3 ranks]" in done.stdout + done.stderr
+
+
+def test_the_mark_holds_in_the_tests_without_a_framework_too() -> None:
+    file = "tests/testing/test_gpu.py"
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", file]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "test_a_row_on_the_cpu[exact]" in done.stdout
+    assert "test_a_row_on_the_cpu[crash]" not in done.stdout
 
 
 def test_where_a_part_is_collected_a_name_may_have_no_cell(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ def judge_of(kind: str, pristine: Path, scratch: Path) -> Judge:
     return Judge(partial(Program, kind, seed=9), pristine, scratch)
 
 
+@pytest.mark.quick("tape-70-997", "wrapped-70-997")
 @pytest.mark.parametrize(
     ("first", "apart"),
     [(70, 997)] + [pytest.param(n, NUM_PARTS, marks=pytest.mark.full) for n in range(NUM_PARTS)],

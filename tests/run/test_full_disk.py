@@ -468,9 +468,9 @@ VOLUMES: dict[str, Volume] = {
 NUM_FEATURES = 5_000  # about 240 kB in a checkpoint
 
 
-@pytest.mark.quick("ext4-*-during a save-async")
-@pytest.mark.quick("tmpfs-prune-before a save-sync")
-@pytest.mark.quick("inodes-*-before a save-sync")
+@pytest.mark.quick(
+    "ext4-*-during a save-async", "tmpfs-prune-before a save-sync", "inodes-*-before a save-sync"
+)
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("vanishes", [False, True], ids=["before a save", "during a save"])
 @pytest.mark.parametrize("policy", ["raise", "skip", "prune"])
