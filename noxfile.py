@@ -172,10 +172,11 @@ def _record_run(report: Path, title: str, stem: str, versions: str) -> int:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """Trainings of five kinds, each killed 60 times at random; hours, by name only; recorded.
+    """Trainings of eight kinds, each killed 60 times at random; hours, by name only; recorded.
 
     What the record of the day has is not run again: ``nox -s soak -- zero`` runs a part, and
-    ``nox -s soak -- --kills 20`` is shorter.
+    ``nox -s soak -- --kills 20 --seed 1`` is shorter and adds other kills. Two kinds need root, to
+    mount a disk that fills up.
     """
     session.run(PYTHON, "benchmarks/soak.py", *session.posargs)
 

@@ -298,7 +298,7 @@ def _soak(results: Path) -> Iterator[str]:
         "weights but for rounding."
     )
     yield ""
-    header = ["training", "ranks", "kills", "steps", "verdict", "samples", "directory", "of it"]
+    header = ["training", "ranks", "kills", "steps", "verdict", "samples", "directory", "notes"]
     yield _line([*header, "record"])
     yield _line(["---"] * 9)
     for kind in dict.fromkeys(kind for kind, _ in rows):

@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -101,7 +102,7 @@ def train_full(directory: Path, on_full: str) -> None:
     loader = DataLoader(digits(), BATCH_SIZE, shuffle=True)
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    options = {"save_every": 5, "async_save": True, "on_full": on_full}
+    options: dict[str, Any] = {"save_every": 5, "async_save": True, "on_full": on_full}
     if on_full == "prune":
         options["keep_latest"] = None
     last = EPOCHS * len(loader)
@@ -132,9 +133,9 @@ def fill_or_empty(volume: Path, *, may_fill: bool) -> None:
     """
     filler, chosen = volume / "filler", random.SystemRandom()
     if filler.exists():
-        if not may_fill or chosen.random() < 0.25:
+        if not may_fill or chosen.random() < 0.2:
             filler.unlink()
-    elif may_fill and chosen.random() < (0.4 if any(volume.glob("*/.staging/*")) else 0.03):
+    elif may_fill and chosen.random() < (0.7 if any(volume.glob("*/.staging/*")) else 0.15):
         with filler.open("wb", buffering=0) as file:
             for size in (1 << 16, 1 << 12):
                 with suppress(OSError):
@@ -273,7 +274,7 @@ def train_trainer(directory: Path) -> None:
     trainer.train()
 
 
-KINDS = {
+KINDS: dict[str, Callable[[Path], None]] = {
     "torch": train_torch,
     "ddp": train_torch,
     "trainer": train_trainer,
