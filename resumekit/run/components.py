@@ -17,11 +17,7 @@ from resumekit.capture.ddp_buckets import bucket_components
 from resumekit.capture.gradients import AccumulatedGradients, gradient_states, require_gradients
 from resumekit.capture.objects import Extras
 from resumekit.capture.optimizer import OptimizerState
-from resumekit.capture.slots import (
-    parameter_components,
-    stack_own_tensors,
-    uncaptured_parameters,
-)
+from resumekit.capture.slots import parameter_components, stack_own_tensors
 from resumekit.capture.user_state.attributes import Holder, ValueSlot
 from resumekit.capture.user_state.user_state import UserState
 from resumekit.capture.user_state.value_types import is_user_object
@@ -37,7 +33,6 @@ from resumekit.run.randomness import RandomState
 from resumekit.serialization.planning import encode_local
 from resumekit.serialization.sharding import StackedByRank
 from resumekit.state import (
-    CaptureLine,
     SharingPattern,
     Slot,
     StateComponent,
@@ -368,14 +363,6 @@ class RunComponents:
             if not isinstance(each.stateful, UserState)
             for found in islice(each.state.live_objects(), 1)
         }
-
-    def uncaptured_parameters(self, *, are_complete: bool) -> Iterable[CaptureLine]:
-        """Parameters that an optimizer trains and no component saves.
-
-        Args:
-            are_complete: whether late components were added just now.
-        """
-        return uncaptured_parameters(self.all, are_complete=are_complete)
 
     def optimizers(self) -> list[Any]:
         """Every optimizer with param groups."""

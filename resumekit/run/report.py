@@ -9,6 +9,7 @@ from typing import Any
 
 from resumekit.cadence import SaveInterval, parse_cadence
 from resumekit.capture.fingerprint import SettingChange
+from resumekit.capture.slots import uncaptured_parameters
 from resumekit.distributed import World
 from resumekit.errors import InexactError
 from resumekit.log import logger
@@ -219,7 +220,7 @@ class Reporter:
                 lines.append(CaptureLine(slot.value, None, f"no {slot.value} was given"))
         for component in self._components.all:
             lines.extend(component.state.findings())
-        lines.extend(self._components.uncaptured_parameters(are_complete=are_complete))
+        lines.extend(uncaptured_parameters(self._components.all, are_complete=are_complete))
         for finding in self._findings:
             lines.extend(finding())
         return CaptureReport(tuple(lines))
