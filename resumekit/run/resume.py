@@ -29,12 +29,11 @@ import torch
 from resumekit.capture.fingerprint import differences
 from resumekit.capture.gradients import gradient_keys
 from resumekit.data.position import saved_batch_size
-from resumekit.distributed import DataRanks
 from resumekit.errors import DriftError
 from resumekit.places.copies import Copies
 from resumekit.places.memory import remove_memory
 from resumekit.record.trace import injected_components
-from resumekit.run.agreement import ComponentGroups, agreed_data_ranks
+from resumekit.run.agreement import agreed_data_ranks
 from resumekit.run.garbage_collector import collector_paused
 from resumekit.run.report import ResumeReport
 from resumekit.run.resuming.candidates import open_store
@@ -99,7 +98,7 @@ def _search(
     data_ranks = agreed_data_ranks(world, run.data_parallel_group, run.groups)
     known = () if callable(run.given) else run.components
     membership = run.group_components(known)
-    origins = _origins(run, data_ranks, membership)
+    origins = StateOrigins(world, data_ranks, membership, options)
     is_kept = options.async_save is not False
     buffer = LoadBuffer(world, run.in_flight.snapshot, is_kept=is_kept)
     common = (world, store, options, left_out, known, membership, origins, buffer)
@@ -164,12 +163,6 @@ def resume(run: RunState, asked: Mapping[str, Any] = _NOTHING) -> ResumeReport:
     return report
 
 
-def _origins(run: RunState, data_ranks: DataRanks, membership: ComponentGroups) -> StateOrigins:
-    may_change = "world_size" in run.options.allow_changes
-    named = run.options.per_rank
-    return StateOrigins(run.world, data_ranks, membership, may_change, per_rank=named)
-
-
 def _load(run: RunState, searched: Searched, agreed: Agreed, asked: Mapping[str, Any]) -> Loaded:
     """Loads what was found, or starts afresh. Collective."""
     found, restored = searched.found, None
@@ -209,7 +202,7 @@ def _loading(run: RunState, found: Found, searched: Searched, agreed: Agreed) ->
         components=run.components,
         checked=run.components,
         membership=agreed.membership,
-        sources=_origins(run, searched.data_ranks, agreed.membership),
+        sources=StateOrigins(run.world, searched.data_ranks, agreed.membership, run.options),
     )
     return Loading(found, finder)
 

@@ -10,6 +10,7 @@ import pytest
 from resumekit.distributed import DataRanks
 from resumekit.errors import StateMismatchError
 from resumekit.run.agreement import ComponentGroups
+from resumekit.run.options import Options
 from resumekit.run.resuming.state_origins import StateOrigins
 from resumekit.state import SharingPattern, WorldChange
 from resumekit.storage.manifest import ComponentRecord
@@ -23,7 +24,9 @@ def origins(
 ) -> StateOrigins:
     world: Any = SimpleNamespace(rank=rank, world_size=len(of_ranks))
     groups, names = ComponentGroups(rank, {}), {per_rank} - {""}
-    return StateOrigins(world, DataRanks(of_ranks), groups, may_change=may_change, per_rank=names)
+    allowed = {"world_size"} if may_change else set[Any]()
+    options = Options(allow_changes=allowed, per_rank=names)
+    return StateOrigins(world, DataRanks(of_ranks), groups, options)
 
 
 def saved(*of_ranks: int, per_rank: str = "") -> Any:

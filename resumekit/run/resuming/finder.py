@@ -357,8 +357,8 @@ class Finder:
             name = each.name
             outcome = self.world.on_first(partial(search.fetch, each)) or self._read(name)
             if isinstance(outcome, Found):
-                for rejection in rejected:
-                    self._warn(f"passed over {rejection.name}: {rejection.reason}")
+                for rejection in rejected if self.world.is_first else ():
+                    logger.warning("passed over %s: %s", rejection.name, rejection.reason)
                 return replace(outcome, rejected=tuple(rejected))
             rejected.append(Rejection(str(name), outcome))
         if rejected:
@@ -544,10 +544,6 @@ class Finder:
             if entry.path.removesuffix(".safetensors") in stems
         ]
         return Deferral(live, self.buffer.memory(sum(sizes)))
-
-    def _warn(self, message: str) -> None:
-        if self.world.is_first:
-            logger.warning("%s", message)
 
 
 def is_sharded(record: ComponentRecord, live: StateComponent | None) -> bool:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from resumekit.distributed import DataRanks, Groups, World
 from resumekit.errors import StateMismatchError
 from resumekit.run.agreement import ComponentGroups, recorded_data_ranks
-from resumekit.run.options import is_per_rank
+from resumekit.run.options import Options, is_per_rank
 from resumekit.state import SharingPattern, WorldChange
 from resumekit.storage.manifest import ComponentRecord, Manifest
 
@@ -56,15 +55,13 @@ class StateOrigins:
         world: the ranks.
         data_ranks: the data-parallel rank of each rank.
         membership: the groups of the components that are known.
-        may_change: whether the number of ranks may be another one.
-        per_rank: the option of this run.
+        options: whether the number of ranks may be another one, and ``per_rank``.
     """
 
     world: World
     data_ranks: DataRanks
     membership: ComponentGroups
-    may_change: bool
-    per_rank: Collection[str] = frozenset()
+    options: Options
 
     def of(self, record: ComponentRecord, manifest: Manifest) -> StateOrigin:
         """The origin of this rank's state of a component.
@@ -109,7 +106,7 @@ class StateOrigins:
         if not was_named and record.pattern not in _OF_THE_JOB:
             return False
         now, then = self.world.world_size, manifest.world_size
-        is_named = is_per_rank(self.per_rank, record.key)
+        is_named = is_per_rank(self.options.per_rank, record.key)
         fits = is_named and now == then if was_named else not is_named or now in (1, then)
         if not fits:
             option = f" and pass per_rank={{{record.key!r}}}" if was_named else ""
@@ -130,7 +127,7 @@ class StateOrigins:
         if now == then and (self.data_ranks == former or not by_data):
             every = tuple(range(then))
             return StateOrigin(every, every, WorldChange(self.world.rank, now, then))
-        if not self.may_change:
+        if "world_size" not in self.options.allow_changes:
             raise StateMismatchError(
                 record.key,
                 found=f"a job of {_counted(now, self.data_ranks)}",
