@@ -24,14 +24,13 @@ from resumekit.storage.manifest import Manifest
 def run_page(run: RunFacts) -> str:
     """The page as one HTML document."""
     wanted = (_loss_chart(run), _cost_chart(run), _size_chart(run))
-    charts = map(drawn, wanted)
     return render(
         "run.html.j2",
         title=f"{run.directory.resolve().name}: report of a run",
         directory=str(run.directory),
         headline=headline(run),
         facts=_facts(run),
-        charts=[chart for chart in charts if chart is not None],
+        charts=[each for each in map(drawn, wanted) if each is not None],
         has_loss=any(each.losses for each in run.attempts),
         attempts=[_attempt_row(run, index) for index in range(len(run.attempts))],
         resumes=list(_resumes(run)),

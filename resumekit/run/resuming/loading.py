@@ -41,13 +41,11 @@ from resumekit.state import (
     SharingPattern,
     Slot,
     StateComponent,
-    WorldChange,
     check_state,
     states_of,
 )
 from resumekit.storage.directories import StepName
 from resumekit.storage.imported import import_of
-from resumekit.storage.manifest import ComponentRecord
 
 # The order of a restore. The progress comes before it, as soon as the checkpoint is found; the data
 # position and then the random state are only kept, and follow at the first fetch.
@@ -257,9 +255,21 @@ class Loading:
             if origin.own_number is not None:  # it was not known yet when it was read
                 self.found.states[component.key] = former[origin.own_number]
                 continue
-            assert origin.change is not None  # every component is known
-            state, messages = _resplit(component, former, origin.change, record)
-            self.found.states[component.key] = state
+            change = origin.change
+            assert change is not None  # every component is known
+            found = component.state.resplit_state_dict(former, change)
+            if found is None:
+                is_of_rank = record.pattern == SharingPattern.PER_RANK.value
+                noun = "ranks" if is_of_rank else "groups of ranks"
+                raise StateMismatchError(
+                    component.key,
+                    found=f"one state for each of {change.former_world_size} {noun}, and "
+                    f"{change.world_size} of them in this run",
+                    expected="a ComponentState whose resplit_state_dict reshards these states",
+                    remedy=f"Launch with {change.former_world_size} {noun}, or pass "
+                    f"exclude={{{component.key!r}}} to keep its live state",
+                )
+            self.found.states[component.key], messages = found
             notes += messages
         return notes
 
@@ -386,26 +396,6 @@ def _after_resume(world: World, components: Iterable[StateComponent]) -> tuple[s
     if not states:
         return ()
     return world.everywhere(lambda: tuple(n for each in states for n in each.after_resume()))[0]
-
-
-def _resplit(
-    component: StateComponent,
-    former: Mapping[int, Any],
-    change: WorldChange,
-    record: ComponentRecord,
-) -> tuple[Any, Iterable[str]]:
-    found = component.state.resplit_state_dict(former, change)
-    if found is None:
-        noun = "ranks" if record.pattern == SharingPattern.PER_RANK.value else "groups of ranks"
-        raise StateMismatchError(
-            component.key,
-            found=f"one state for each of {change.former_world_size} {noun}, and "
-            f"{change.world_size} of them in this run",
-            expected="a ComponentState whose resplit_state_dict reshards these states",
-            remedy=f"Launch with {change.former_world_size} {noun}, or pass "
-            f"exclude={{{component.key!r}}} to keep its live state",
-        )
-    return found
 
 
 # ---------------------------------------------------------------- restored again at the first fetch
