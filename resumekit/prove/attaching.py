@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from resumekit.attach import (
-    AttachSettings,
-    attached_environment,
     has_imported_trainer,
     lines_for_loop,
-    observed_environment,
     run_directories,
 )
 from resumekit.cadence import parse_cadence
@@ -76,22 +73,6 @@ def steps_to_interrupt(
             remedy="Save more often, train longer, or ask for fewer kills",
         )
     return left
-
-
-def launch_environment(
-    environment: Mapping[str, str], private: Path, run: Path, save_every: int | str | None
-) -> dict[str, str]:
-    """The environment of one launch.
-
-    Args:
-        environment: of the launch otherwise.
-        private: an absent directory for what the launch leaves about its Trainers.
-        run: the run directory of the callback.
-        save_every: of the callback; None: none is attached, and only imports are recorded.
-    """
-    if save_every is None:
-        return observed_environment(environment, private)
-    return attached_environment(environment, private, AttachSettings(str(run), save_every))
 
 
 def has_checkpoint(run: Path) -> bool:

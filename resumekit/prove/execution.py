@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from resumekit.attach import AttachSettings, attached_environment, observed_environment
 from resumekit.errors import CommandFailedError, CommandTimeoutError
 from resumekit.launcher import Activation, prepared_environment
 from resumekit.launcher.processes import Launch
-from resumekit.prove.attaching import has_checkpoint, launch_environment
+from resumekit.prove.attaching import has_checkpoint
 from resumekit.prove.kills import Kill, KillInstant
 from resumekit.prove.result import LaunchSummary
 from resumekit.prove.workspaces import (
@@ -233,7 +234,11 @@ class _RunUnderWay:
         settings = self._recorder_settings(number, kill=at if is_recorded else "")
         if plan.with_resumekit:
             private = self.attached(number)
-            environment = launch_environment(environment, private, self._run, plan.save_every)
+            if plan.save_every is None:  # only imports are recorded
+                environment = observed_environment(environment, private)
+            else:
+                callback = AttachSettings(str(self._run), plan.save_every)
+                environment = attached_environment(environment, private, callback)
         launcher = launch_directory(directory / "launcher", number)
         command = self._relaunched(number) if number and plan.relaunch else plan.command
         return Launch(

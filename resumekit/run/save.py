@@ -184,18 +184,13 @@ def finish(run: RunState) -> None:
             run.trace.durable(saved.name.step)
 
 
-def _add_late_components(run: RunState) -> None:
-    """Adds the components of state that came into being later, on any rank. Collective."""
-    if run.owned.add_late(run.world):
-        run.running.agreed = run.agree(run.running.agreed.fingerprint)
-
-
 # ---------------------------------------------------------------- what the manifest says
 
 
 def _prepare(run: RunState) -> Manifest:
     """Lets the components know of the save, and checks replicas; its draft. Collective."""
-    _add_late_components(run)
+    if run.owned.add_late(run.world):  # of state that came into being later, on any rank
+        run.running.agreed = run.agree(run.running.agreed.fingerprint)
     wait_for_gpus()  # what reads the state next may read values that another stream still copies
     for each in states_of(run.components, BeforeSave):
         run.world.everywhere(each.before_save)
