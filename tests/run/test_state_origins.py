@@ -24,7 +24,7 @@ def origins(
 ) -> StateOrigins:
     world: Any = SimpleNamespace(rank=rank, world_size=len(of_ranks))
     groups, names = ComponentGroups(rank, {}), {per_rank} - {""}
-    allowed = {"world_size"} if may_change else set[Any]()
+    allowed: set[Any] = {"world_size"} if may_change else set()
     options = Options(allow_changes=allowed, per_rank=names)
     return StateOrigins(world, DataRanks(of_ranks), groups, options)
 
