@@ -26,8 +26,7 @@ import ctypes
 import random
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,9 +48,6 @@ _OBJECT_HEADER_BYTES = 16  # the reference count and the type
 SEED_AND_OFFSET = struct.Struct("<QQ")
 
 
-Memory = Callable[[], tuple[Any, ...]]  # reads the memory of a state
-
-
 def python_state(generator: Any) -> dict[str, Any]:
     """The state of a ``random.Random``, or of the module ``random``."""
     version, words, gauss_next = generator.getstate()
@@ -63,8 +59,6 @@ class _GlobalState(ABC):
 
     def __init__(self) -> None:
         self._is_comparable = self._is_layout_known()
-        self._generator: Any = None
-        self._watched: Memory  # of this generator
         self._seen: tuple[Any, ...] | None = None
         self._state: dict[str, Any] = {}
 
@@ -78,22 +72,13 @@ class _GlobalState(ABC):
             self._seen = seen if self._is_comparable else None
         return self._state
 
-    def _bytes(self) -> tuple[Any, ...] | None:
-        """The memory of the state; None where the user has installed another type of generator."""
-        generator, watch = self._installed()
-        if watch is None:
-            return None
-        if generator is not self._generator:
-            self._generator, self._watched = generator, watch()
-        return self._watched()
-
     @abstractmethod
     def _is_layout_known(self) -> bool:
         """Whether the bytes of a new generator contain its whole state."""
 
     @abstractmethod
-    def _installed(self) -> tuple[Any, Callable[[], Memory] | None]:
-        """The generator in use, and what finds its memory; None where that is not known."""
+    def _bytes(self) -> tuple[Any, ...] | None:
+        """The memory of the state; None where the user has installed another type of generator."""
 
     @abstractmethod
     def _in_full(self) -> dict[str, Any]:
@@ -107,12 +92,20 @@ class _GlobalState(ABC):
 class PythonState(_GlobalState):
     """Reads the state of the module ``random``: its ``Random`` object and ``gauss_next``."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._watched: _Python | None = None
+
     def _is_layout_known(self) -> bool:
         return _is_python_layout_known()
 
-    def _installed(self) -> tuple[Any, Callable[[], Memory] | None]:
+    def _bytes(self) -> tuple[Any, ...] | None:
         owner = getattr(random.getstate, "__self__", None)
-        return owner, partial(_python, owner) if type(owner) is random.Random else None
+        if type(owner) is not random.Random:
+            return None
+        if self._watched is None or self._watched.owner is not owner:
+            self._watched = _Python(owner)
+        return self._watched.bytes()
 
     def _in_full(self) -> dict[str, Any]:
         return python_state(random)
@@ -124,14 +117,21 @@ class PythonState(_GlobalState):
 class NumpyState(_GlobalState):
     """Reads the state of ``np.random``: its MT19937 and the RandomState with the cached normal."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._watched: _Numpy | None = None
+
     def _is_layout_known(self) -> bool:
         return _is_numpy_layout_known()
 
-    def _installed(self) -> tuple[Any, Callable[[], Memory] | None]:
+    def _bytes(self) -> tuple[Any, ...] | None:
         owner: Any = np.random.get_state.__self__  # type: ignore[attr-defined]  # a bound method
         twister = owner._bit_generator  # as np.random.get_bit_generator() gives it
-        is_known = type(twister) is np.random.MT19937
-        return twister, partial(_numpy, owner, twister) if is_known else None
+        if type(twister) is not np.random.MT19937:
+            return None
+        if self._watched is None or self._watched.twister is not twister:
+            self._watched = _Numpy(owner, twister)
+        return self._watched.bytes()
 
     def _in_full(self) -> dict[str, Any]:
         return dict(np.random.get_state(legacy=False))
@@ -141,28 +141,37 @@ class NumpyState(_GlobalState):
         return bool(seen[0] == _NUMPY_TWISTER.pack(inner["key"].tobytes(), inner["pos"]))
 
 
-def _python(owner: Any) -> Memory:
-    """Reads the memory of a ``random.Random``."""
-    whole = _memory_of(owner)
-    return lambda: (whole.raw, owner.gauss_next)
+class _Python:
+    """The memory of a ``random.Random``."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner  # the reference keeps the memory valid
+        self._object = _memory_of(owner)
+
+    def bytes(self) -> tuple[bytes, Any]:
+        return self._object.raw, self.owner.gauss_next
 
 
-def _numpy(owner: Any, twister: Any) -> Memory:
-    """Reads the memory of a RandomState and of its MT19937."""
-    state = _memory(twister, twister.ctypes.state_address, _NUMPY_TWISTER.size)
-    whole = _memory_of(owner)
-    return lambda: (state.raw, whole.raw)
+class _Numpy:
+    """The memory of a RandomState and of its MT19937."""
+
+    def __init__(self, owner: Any, twister: Any) -> None:
+        self.twister = twister
+        self._owner = owner
+        self._object = _memory_of(owner)
+        self._state = _memory(twister.ctypes.state_address, _NUMPY_TWISTER.size)
+
+    def bytes(self) -> tuple[bytes, bytes]:
+        return self._state.raw, self._object.raw
 
 
-def _memory_of(owner: Any) -> Any:
+def _memory_of(owner: Any) -> ctypes.Array[ctypes.c_char]:
     size = type(owner).__basicsize__ - _OBJECT_HEADER_BYTES
-    return _memory(owner, id(owner) + _OBJECT_HEADER_BYTES, size)
+    return _memory(id(owner) + _OBJECT_HEADER_BYTES, size)
 
 
-def _memory(owner: Any, address: int, size: int) -> Any:
-    memory: Any = (ctypes.c_char * size).from_address(address)
-    memory.owner = owner  # the reference keeps the memory valid
-    return memory
+def _memory(address: int, size: int) -> ctypes.Array[ctypes.c_char]:
+    return (ctypes.c_char * size).from_address(address)
 
 
 def _is_python_state(seen: tuple[Any, ...], state: dict[str, Any]) -> bool:
@@ -176,9 +185,9 @@ def _is_python_layout_known() -> bool:
     """Whether the bytes contain the state, and do not change without a draw."""
     generator = random.Random(0)
     generator.gauss(0.0, 1.0)
-    watched = _python(generator)
-    seen = watched()
-    return seen == watched() and _is_python_state(seen, python_state(generator))
+    watched = _Python(generator)
+    seen = watched.bytes()
+    return seen == watched.bytes() and _is_python_state(seen, python_state(generator))
 
 
 @cache
@@ -186,12 +195,12 @@ def _is_numpy_layout_known() -> bool:
     """Whether the bytes show a cached normal number, and do not change without a draw."""
     twister = np.random.MT19937(0)
     generator = np.random.RandomState(twister)
-    watched = _numpy(generator, twister)
+    watched = _Numpy(generator, twister)
     generator.standard_normal()
-    with_cached = watched()
-    is_stable = with_cached == watched()
+    with_cached = watched.bytes()
+    is_stable = with_cached == watched.bytes()
     generator.standard_normal()
-    without = watched()
+    without = watched.bytes()
     return is_stable and with_cached[0] == without[0] and with_cached[1] != without[1]
 
 

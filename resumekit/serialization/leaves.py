@@ -156,12 +156,14 @@ def buffers_of(source: torch.Tensor | npt.NDArray[Any] | bytes) -> Iterator[memo
     """The bytes of a value in row-major order, in pieces of at most CHUNK_BYTES."""
     if isinstance(source, bytes):
         source = np.frombuffer(source, np.uint8)
-    chunks: Iterable[Any] = [source] if source.nbytes else ()
-    if source.nbytes and not _lies_as_stored(source):  # a chunk at a time is copied
-        values = stored_values(source) if isinstance(source, torch.Tensor) else source
-        chunks = chunks_of(values, CHUNK_BYTES)
+    if not source.nbytes:
+        return
+    chunks: Iterable[Any] = [source] if _lies_as_stored(source) else _copied_chunks(source)
     for chunk in chunks:
-        yield from pieces(_bytes_in_host_memory(chunk))
+        is_tensor = isinstance(chunk, torch.Tensor)
+        yield from pieces(
+            flat_bytes(chunk) if is_tensor else _view(chunk.reshape(-1).view(np.uint8))
+        )
 
 
 def _lies_as_stored(source: torch.Tensor | npt.NDArray[Any] | bytes) -> bool:
@@ -254,11 +256,13 @@ def stored_values(tensor: torch.Tensor) -> torch.Tensor:
     return retyped(tensor, plain, int(tensor.storage_offset()), shape, strides)
 
 
-def _bytes_in_host_memory(value: torch.Tensor | npt.NDArray[Any]) -> memoryview:
-    """The bytes as they are stored; copied only where they do not lie so."""
-    if isinstance(value, torch.Tensor):
-        return flat_bytes(value.resolve_conj().resolve_neg().contiguous().cpu())
-    return _view(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+def _copied_chunks(source: torch.Tensor | npt.NDArray[Any]) -> Iterator[Any]:
+    """What cannot be handed out as it lies, a chunk at a time."""
+    if not isinstance(source, torch.Tensor):
+        yield from map(np.ascontiguousarray, chunks_of(source, CHUNK_BYTES))
+        return
+    for chunk in chunks_of(stored_values(source), CHUNK_BYTES):
+        yield chunk.resolve_conj().resolve_neg().contiguous().cpu()
 
 
 def chunks_of(source: Any, num_bytes: int) -> Iterator[Any]:

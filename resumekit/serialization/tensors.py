@@ -386,7 +386,7 @@ def _base(items: Sequence[FoundTensor]) -> FoundTensor | None:
     first = items[0]
     if first.is_unaliased:
         return first
-    is_one = all(item is first or item.view == first.view for item in items)
+    is_one = len(items) == 1 or all(item.view == first.view for item in items)
     if is_one and not first.overlaps_itself:
         return first
     begin = min(item.begin for item in items)
