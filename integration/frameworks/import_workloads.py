@@ -96,12 +96,24 @@ def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> Any:
 
 
 def in_trainer(
-    directory: str, *, how: str, source: str = "", augment: bool = False, accumulate: int = 1
+    directory: str,
+    *,
+    how: str,
+    source: str = "",
+    augment: bool = False,
+    accumulate: int = 1,
+    lora: bool = False,
 ) -> None:
-    """GPT-2 with dropout, tied weights, and groups with and without weight decay."""
+    """GPT-2 with dropout, tied weights, and groups with and without weight decay; or an adapter."""
     set_seed(0)
     sizes = {"n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 1}
     model = GPT2LMHeadModel(GPT2Config(vocab_size=64, bos_token_id=0, eos_token_id=0, **sizes))
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        targets: dict[str, Any] = {"target_modules": ["c_attn"], "fan_in_fan_out": True}
+        more = LoraConfig(r=2, lora_dropout=0.1, modules_to_save=["ln_f"], **targets)
+        model = get_peft_model(model, more)
     arguments = TrainingArguments(
         output_dir=str(Path(directory) / "output"),
         num_train_epochs=EPOCHS,

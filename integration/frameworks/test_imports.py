@@ -30,11 +30,13 @@ from import_workloads import (
 )
 from pair_import_workloads import in_accelerate as a_pair_in_accelerate
 from pair_import_workloads import in_lightning as a_pair_in_lightning
+from safetensors.torch import load_file, save_file
 
 from resumekit.cli import main
 from resumekit.testing import Cell, Kit
 
 PRELOAD = ALL
+ADAPTER = "adapter_model.safetensors"
 
 Records = dict[str, list[Any]]
 
@@ -139,6 +141,22 @@ def test_a_position_or_a_random_state_that_is_missing_is_seen(kit: Kit, tmp_path
     (source / "trainer_state.json").write_text(json.dumps(state))
     moved = records(launch(kit, in_trainer, how="resumekit", source=str(source)))
     assert not is_same(moved, records(theirs), names=("samples",))
+
+
+@pytest.mark.full
+def test_an_adapter_continues_on_the_base_model_of_the_script(kit: Kit, tmp_path: Path) -> None:
+    theirs = stock(kit, in_trainer, lora=True)
+    source = theirs / "output" / "checkpoint-14"
+    assert not (source / "model.safetensors").exists()
+    ours = launch(kit, in_trainer, how="resumekit", source=str(source), lora=True)
+    assert is_same(records(ours), records(theirs))
+    assert "checkpoint-14: no weights of the base model, which are the script's" in log_of(ours)
+    edited = tmp_path / "checkpoint-14"
+    shutil.copytree(source, edited)
+    weights = load_file(edited / ADAPTER)
+    save_file({n: each + (each == each.max()) for n, each in weights.items()}, edited / ADAPTER)
+    moved = launch(kit, in_trainer, how="resumekit", source=str(edited), lora=True)
+    assert not is_same(records(moved), records(theirs), names=("losses",))
 
 
 # ---------------------------------------------------------------- a plain loop

@@ -354,11 +354,24 @@ class ModelState(Renamed, Adopting, InPlace):
 
     def adopted(self, given: Any) -> Any:
         """The state, with tied tensors under each of their names: safetensors files have one."""
-        live = self.state_dict()
+        given = self._with_base(given, live := self.state_dict())
         names = {address_of(live[name]): name for name in live if name in given}
         others = {name: names.get(address_of(each)) for name, each in live.items()}
         tied = {name: given[other] for name, other in others.items() if other is not None}
         return {**tied, **given}
+
+    def _with_base(self, given: Any, live: Mapping[str, Any]) -> Any:
+        """With what is not trained here, where only an adapter of PEFT was saved."""
+        bare: Any = unwrapped(self.module)
+        named = dict(self.module.named_parameters() if hasattr(bare, "peft_config") else ())
+        named = {n: e for n, e in by_clean_name(self.module, named).items() if e.requires_grad}
+        if not named or not given.keys().isdisjoint(named):
+            return given
+        # peft 0.21 utils/save_and_load.py get_peft_model_state_dict leaves this out of names.
+        adapter = f".{bare.active_adapters[0]}"
+        short = {n.replace(".modules_to_save", "").replace(adapter, "", 1): n for n in named}
+        base = {name: each for name, each in live.items() if name not in named}
+        return {**base, **{short.get(name, name): each for name, each in given.items()}}
 
     def live_tensors(self, state: Any) -> Iterator[tuple[Tensor, Tensor]]:
         """The parameters and buffers, if the module loads them as ``nn.Module`` does."""

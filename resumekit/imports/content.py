@@ -153,7 +153,10 @@ def _refuse(found: OtherCheckpoint, what: str, expected: str) -> NoReturn:
 # By slot, with a place for the number of an object but the first: transformers 5.23 trainer.py,
 # accelerate 1.15 checkpointing.py and utils/fsdp_utils.py.
 _FILES = {
-    _MODEL: ("model{}.safetensors", "pytorch_model{}.bin", "pytorch_model_fsdp{}.bin"),
+    _MODEL: (
+        *("model{}.safetensors", "pytorch_model{}.bin", "pytorch_model_fsdp{}.bin"),
+        *("adapter_model{}.safetensors", "adapter_model{}.bin"),  # of PEFT
+    ),
     _OPTIMIZER: ("optimizer{}.pt", "optimizer{}.bin"),
     _SCHEDULER: ("scheduler{}.pt", "scheduler{}.bin"),
     _SCALER: ("scaler{}.pt",),
@@ -171,7 +174,7 @@ def _objects(found: OtherCheckpoint) -> dict[str, Any]:
     if not any(key.partition("/")[0] == _MODEL for key in given):
         _refuse(
             found,
-            f"{found} without the weights of a model: of PEFT, or of each rank",
+            f"{found} without the weights of a model, or with those of each rank",
             "model.safetensors, pytorch_model.bin, pytorch_model_fsdp.bin or pytorch_model_fsdp_0",
         )
     return given
@@ -262,6 +265,8 @@ def _trainer(found: OtherCheckpoint) -> OtherContent:
     lacks = [f"state of {name}" for name in callbacks]
     if accumulation is None:
         lacks.append("gradient_accumulation_steps, taken to be 1")
+    if any(folder.glob("adapter_model.*")):
+        lacks.append("weights of the base model, which are the script's")
     return OtherContent(
         f"Trainer {folder.name}",
         StartPosition(step, epoch, batch),
@@ -416,6 +421,10 @@ def _of_state_dicts(found: OtherCheckpoint, saved: Any) -> OtherContent:
     given = {k: v for slot, values in parts.items() for k, v in _named(slot, values).items()}
     if _MODEL not in parts:
         _refuse(found, f"{found} without a dict of tensors", "the state_dict of a model")
+    for name, value in others.items():
+        if isinstance(value, Mapping) and any(str(k).startswith("param_groups.") for k in value):
+            # torch 2.13 checkpoint/state_dict.py flatten_optimizer_state_dict: no groups are left.
+            _refuse(found, f"a flattened optimizer state dict, {name!r}", "one with param_groups")
     steps = [others[name] for name in _STEP_NAMES if type(others.get(name)) is int]
     step = steps[0] if steps else _steps_in(given)
     taken = [name for name in _STEP_NAMES if name in others][:1]

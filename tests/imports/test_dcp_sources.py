@@ -107,6 +107,20 @@ def test_a_parameter_in_another_group_is_refused(tmp_path: Path) -> None:
         resume(tmp_path, tmp_path / "run", net, optimizer)
 
 
+def test_a_flattened_optimizer_is_refused(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+    )
+
+    net, optimizer = trained()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    flat = get_optimizer_state_dict(net, optimizer, options=options)
+    dcp.save({"model": net.state_dict(), "optim": flat}, checkpoint_id=tmp_path)
+    with pytest.raises(ConfigurationError, match="a flattened optimizer state dict, 'optim'"):
+        read_content(tmp_path)
+
+
 # ---------------------------------------------------------------- nothing of it runs
 
 

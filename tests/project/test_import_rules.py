@@ -253,17 +253,18 @@ BUDGET: dict[str, int] = {
     "live": 1_025,
     # 300: the types of saved states; errors of objects' own loads; 5: integers too large for torch;
     # 5: one state of those that groups of ranks wrote, which diff had; 30: tensors made of others;
-    # 55: objects in the state of an optimizer; 30: states that another program has saved
-    "capture": 7_050,
+    # 55: objects in the state of an optimizer; 40: states that another program has saved
+    "capture": 7_060,
     # 100: the types of saved positions; 20: loaders that skip what was used; 45: loaders that begin
     # with their first batch; 65: positions that another program has counted
     "data": 4_330,
     "record": 1_460,
     # 120: the check of what states hold; 50: full disks; 80: places; 135: copies in memory; 65:
-    # what an imported step lacks; 20: trackers
-    "run": 6_415,
-    # readers of four formats, what each of them lacks, recognition of two more, and the step
-    "imports": 595,
+    # what an imported step lacks; 20: trackers; 50: several objects of an imported step
+    "run": 6_585,
+    # readers of four formats, what each of them lacks, recognition of one more, and the step;
+    # 125: DCP directories, whose metadata is a pickle; 60: shards, several objects, trust
+    "imports": 780,
     "__main__": 5,
     "checkpointer": 170,  # 10: types that are known before their objects
     # 200: a few tensors at a time; averages; shards, and what from_pretrained, torch and DCP open;

@@ -362,8 +362,11 @@ _REASONS = {
     "tests/imports/test_imports.py follows it": (
         "Choose another run directory RUN, and import it first: {}",
         "Choose another run directory, or leave the import out to continue that run",
-        "Load it in the program that wrote it, and save the state_dicts alone",
+        "Load it in the program that wrote it, and save the state_dicts alone; or, if you trust "
+        "who wrote it, run what it names: --trust, trust_import=True",
         "Make it the start of a run: {}",
+        "Pass as many objects, under these names or, if they are numbers, in this order",
+        "Pass import_from=PATH and trust_import=True in the script that has them",
         "Run `resumekit import` with --epoch {} or --epoch {}",
     ),
     "integration/torch/test_dcp_writer.py follows it": (
