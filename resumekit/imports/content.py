@@ -73,7 +73,7 @@ class OtherContent:
         num_batches: used in all epochs.
         batch_size: samples in a batch; 0 where it is not known.
         counts: the Trainer's own counts.
-        own: states of DeepSpeed's own as this library stores them, by component key.
+        engine_states: states of DeepSpeed's own as this library stores them, by component key.
         lacks: what it does not hold, in words.
         named_epoch: a number that may be the finished epoch, or the next one.
     """
@@ -86,7 +86,7 @@ class OtherContent:
     num_batches: int = 0
     batch_size: int = 0
     counts: Mapping[str, Any] = field(default_factory=dict)
-    own: Mapping[str, Any] = field(default_factory=dict)
+    engine_states: Mapping[str, Any] = field(default_factory=dict)
     lacks: tuple[str, ...] = ()
     named_epoch: int | None = None
 
@@ -384,7 +384,7 @@ def _deepspeed(found: OtherCheckpoint) -> OtherContent:
         StartPosition(tag.step),
         tag.given,
         num_batches=tag.micro_steps,
-        own=tag.own,
+        engine_states=tag.engine_states,
         lacks=tuple(f"a place for {name!r}" for name in tag.client if name not in taken),
         named_epoch=named if type(named) is int else None,
     )

@@ -53,14 +53,14 @@ class Tag(NamedTuple):
 
     Args:
         given: ``state_dict`` of the run's objects, by component key.
-        own: states of DeepSpeed's own, by component key.
+        engine_states: states of DeepSpeed's own, by component key.
         step: optimizer steps.
         micro_steps: batches of each rank.
         client: what the script has saved.
     """
 
     given: dict[str, Any]
-    own: dict[str, Any]
+    engine_states: dict[str, Any]
     step: int
     micro_steps: int
     client: dict[str, Any]
@@ -111,12 +111,12 @@ def read_tag(folder: Path, *, trusts: bool) -> Tag:
         "gradient_accumulation_steps_at_start": window,
         "global_grad_norm": None,
     }
-    own: dict[str, Any] = {COUNTERS: counters}
+    states: dict[str, Any] = {COUNTERS: counters}
     scaler = vars(zeros[0].get("loss_scaler", Stored())) if zeros else {}
     if scaler.get("dynamic"):
-        own[Slot.GRAD_SCALER.value] = {name: scaler[name] for name in _SCALE}
+        states[Slot.GRAD_SCALER.value] = {name: scaler[name] for name in _SCALE}
     client = {name: value for name, value in first.items() if name not in _OF_ENGINE}
-    return Tag(given, own, step, step * window, client)
+    return Tag(given, states, step, step * window, client)
 
 
 def _read(path: Path, trusts: bool) -> Any:

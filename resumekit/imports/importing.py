@@ -135,7 +135,7 @@ def _states(content: OtherContent) -> tuple[dict[str, Any], list[dict[str, Any]]
         "loops": {"asked": [], "over": []},
         "within_window": False,
     }
-    shared = {**content.given, **content.own, Slot.PROGRESS.value: progress}
+    shared = {**content.given, **content.engine_states, Slot.PROGRESS.value: progress}
     per_rank = []
     has_rng = None not in content.rng
     for random in content.rng:
@@ -205,7 +205,7 @@ def _manifest(
         for key in per_rank[0]
     ]
     framework = {_TRAINER_STATE: "the Trainer"} if content.counts else {}
-    framework |= {key: "DeepSpeed" for key in content.own if key == COUNTERS}
+    framework |= {key: "DeepSpeed" for key in content.engine_states if key == COUNTERS}
     return Manifest(
         run_id=store.run_id,
         attempt=store.attempt,

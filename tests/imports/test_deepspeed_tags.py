@@ -46,13 +46,13 @@ def test_weights_and_moments_are_whole(
     found, expected = content.given["model"], model.state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], each) for name, each in expected.items())
-    given, own = content.given["optimizer"], optimizer.state_dict()
-    assert given["param_groups"] == own["param_groups"]
-    assert given["state"].keys() == own["state"].keys()
-    for position, values in own["state"].items():
+    given, expected = content.given["optimizer"], optimizer.state_dict()
+    assert given["param_groups"] == expected["param_groups"]
+    assert given["state"].keys() == expected["state"].keys()
+    for position, values in expected["state"].items():
         assert all(torch.equal(given["state"][position][n], each) for n, each in values.items())
     assert content.all_lacks == ("state of LR scheduler", "RNG state", "position in the data")
-    assert content.own[COUNTERS]["global_steps"] == content.position.step
+    assert content.engine_states[COUNTERS]["global_steps"] == content.position.step
 
 
 def test_what_the_script_saved_is_asked_for_or_named(
@@ -69,7 +69,7 @@ def test_what_the_script_saved_is_asked_for_or_named(
     torch.save(saved, path)
     content = read_content(tmp_path / "out")
     assert (content.position.step, content.named_epoch) == (7, 2)
-    assert content.own[COUNTERS]["gradient_accumulation_steps"] == 4
+    assert content.engine_states[COUNTERS]["gradient_accumulation_steps"] == 4
     assert content.num_batches == 28
     assert content.lacks == ("a place for 'seen'",)
 
