@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from resumekit.cli.arguments import AsJson, Directory, existing
-from resumekit.errors import CheckpointNotFoundError
 
 if TYPE_CHECKING:
     from resumekit.html_report import AttemptFacts, RunFacts
@@ -24,11 +23,12 @@ def facts_of(directory: Path) -> RunFacts:
     Raises:
         CheckpointNotFoundError: it is not that of a run.
     """
+    from resumekit.cli.views import nothing_in
     from resumekit.html_report import read_run
 
     facts = read_run(existing(directory))
     if facts.is_empty:
-        raise CheckpointNotFoundError(str(directory), found="no run")
+        raise nothing_in(directory, "no run")
     return facts
 
 
@@ -57,9 +57,10 @@ def history(directory: Directory, as_json: AsJson = False) -> None:
         if rows:
             print_table(filled(new_table(*_COLUMNS), [_cells(row) for row in rows]))
         if facts.goodput is not None and facts.wall_seconds is not None:
+            digits = int(facts.wall_seconds < 10)
             print_line(
-                f"goodput {facts.goodput:.1%}: of {facts.wall_seconds:.0f} s since the first step "
-                "on record, this part was spent in steps that count"
+                f"goodput {facts.goodput:.1%}: of {facts.wall_seconds:.{digits}f} s since the "
+                "first step on record, this part was spent in steps that count"
             )
         for note in notes:
             print_line(note)

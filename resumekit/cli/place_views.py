@@ -6,11 +6,18 @@ from pathlib import Path
 
 from resumekit.cli.terminal import print_line
 from resumekit.cli.views import names_of, size_of
-from resumekit.errors import CheckpointError, CheckpointNotFoundError, NoUsableCheckpointError
+from resumekit.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    NoUsableCheckpointError,
+)
+from resumekit.imports.recognition import refuse_other
 from resumekit.log import show_messages
 from resumekit.places.copies import Copies, open_client
 from resumekit.places.place import Place
 from resumekit.progress_display import show_progress
+from resumekit.storage.directories import StepName
 from resumekit.storage.retention import RetentionPolicy
 from resumekit.storage.store import Store
 
@@ -62,6 +69,7 @@ def fetch_run(url: str, directory: Path, *, step: str | None) -> None:
         ResumekitError: the run directory cannot be used, or has another run.
     """
     show_messages()
+    refuse_other(directory)
     copies, store = Copies([Place(url)]), Store(directory)
     copies.acquire(store)
     try:
@@ -69,14 +77,27 @@ def fetch_run(url: str, directory: Path, *, step: str | None) -> None:
         names = [name for name, _ in copies.names() if step in (None, str(name), str(name.step))]
         problems = []
         for name in names:
-            is_here = name in store.step_names()
+            is_here = _is_intact(store, name)
             problem = "" if is_here else copies.fetch(name, 0, store)
             if not problem:
                 print_line(f"{directory / str(name)}{' was there' if is_here else ''}")
                 return
-            problems.append(problem.rstrip("."))
+            problems.append(problem.removeprefix(f"{Place(url)}: ").rstrip("."))
     finally:
         store.release()
     if problems:
         raise NoUsableCheckpointError(str(Place(url)), found="; ".join(problems))
     raise CheckpointNotFoundError(str(Place(url)), found=f"no checkpoint {step or ''}".rstrip())
+
+
+def _is_intact(store: Store, name: StepName) -> bool:
+    """Whether the run directory has this checkpoint; a damaged one makes room for its copy."""
+    if name not in store.step_names():
+        return False
+    try:
+        store.open_step(name).verify()
+    except CorruptCheckpointError as error:
+        moved = store.quarantine(name, error)
+        print_line(f"moved to {moved}: {error}", to_stderr=True)
+        return False
+    return True

@@ -28,6 +28,7 @@ from resumekit.errors import (
     CorruptCheckpointError,
 )
 from resumekit.fork import fork_checkpoint
+from resumekit.imports.recognition import recognise
 from resumekit.log import show_messages
 from resumekit.places.copies import copies_by_name
 from resumekit.progress_display import human_bytes, show_progress
@@ -39,6 +40,14 @@ from resumekit.storage.store import Store
 Read = TypeVar("Read")
 _MAX_FORKS = 100  # the latest ones
 _MAX_VALUE = 2000  # characters of a value in a table
+_DIGITS = 16  # of a digest; --json prints it whole
+
+
+_COLUMNS = (
+    *("checkpoint", "epoch", "batch", "size"),
+    *("created", "metric", "journal", "state", "copies"),
+)
+_OPTIONAL = ("metric", "journal", "copies")  # shown where a checkpoint has them
 
 
 def list_directory(directory: Path, *, as_json: bool, places: Sequence[str] = ()) -> bool:
@@ -68,16 +77,24 @@ def list_directory(directory: Path, *, as_json: bool, places: Sequence[str] = ()
         where = [{"copies": copies.get(row[0], [])} if places else {} for row in rows]
         print_json([{**row, **found} for row, found in zip(fields, where, strict=True)])
         return all_good
-    table = new_table(
-        "checkpoint", "epoch", "batch", "size", "created", "metric", "journal", "state"
-    )
-    if places:
-        table.add_column("copies", overflow="fold")
-    for name, manifest, state in rows:
-        cells = [str(name), *_middle(manifest, shared.get(name, 0)), state]
-        cells += [", ".join(copies.get(name, []))] if places else []
-        table.add_row(*map(plain, cells))
+    cells = [
+        [
+            *(str(name), *_middle(manifest, shared.get(name, 0))),
+            *(state.partition("  ")[0], ", ".join(copies.get(name, []))),
+        ]
+        for name, manifest, state in rows
+    ]
+    columns = [
+        (column, *texts)
+        for column, *texts in zip(_COLUMNS, *cells, strict=True)
+        if column not in _OPTIONAL or any(texts)
+    ]
+    table = new_table(*(column for column, *_ in columns))
+    for row in zip(*(texts for _, *texts in columns), strict=True):
+        table.add_row(*map(plain, row))
     print_table(table)
+    for reason in filter(None, (state.partition("  ")[2] for *_, state in rows)):
+        print_line(reason)
     newest = next((manifest for _, manifest, _ in rows if manifest is not None), None)
     for origin in () if newest is None else lineage_of(newest)[-_MAX_FORKS:]:
         print_line(f"forked from {_lineage_line(origin)}")
@@ -293,10 +310,21 @@ def names_of(store: Store, step: str | None = None) -> list[StepName]:
         names = [name for name in names if step in (str(name), str(name.step))]
     if not names:
         what = "no checkpoint" if step is None else f"no checkpoint {step}"
-        runs = name_few([run.name for run in _runs_in(store.directory)])
-        what += f", but the runs {runs}" if runs else ""
-        raise CheckpointNotFoundError(str(store.directory), found=what)
+        raise nothing_in(store.directory, what)
     return names
+
+
+def nothing_in(directory: Path, found: str) -> CheckpointNotFoundError:
+    """The error about a directory that has nothing to show; names what it has instead."""
+    runs = name_few([run.name for run in _runs_in(directory)])
+    others = [each for each in map(recognise, directory.iterdir()) if each and each.can_be_imported]
+    newest = max(others, key=lambda each: (each.step or 0, each.path), default=None)
+    return CheckpointNotFoundError(
+        str(directory),
+        found=found if newest is None else f"{found} of resumekit, but {newest}",
+        expected=f"one of the runs in it: {runs}" if runs else None,
+        remedy=None if newest is None else f"Make it the start of a run: {newest.command()}",
+    )
 
 
 def reader_at(path: Path, step: str | None = None) -> StepReader:
@@ -427,7 +455,7 @@ def _component_table(manifest: Manifest) -> Table:
 
 def _file_table(manifest: Manifest) -> Table:
     rows = [
-        (entry.path, human_bytes(entry.size), entry.digest, str(entry.writer))
+        (entry.path, human_bytes(entry.size), entry.digest[:_DIGITS], str(entry.writer))
         for entry in manifest.files
     ]
     return filled(new_table("file", "size", "digest", "rank"), rows)

@@ -32,9 +32,10 @@ from resumekit.record.journal import (
     latest_steps,
 )
 from resumekit.shared_files import shared_bytes
-from resumekit.storage.directories import StepName
+from resumekit.storage.directories import OWNER, StepName
+from resumekit.storage.io.file_system import LocalFileSystem
 from resumekit.storage.manifest import Manifest
-from resumekit.storage.ownership import Owner
+from resumekit.storage.ownership import Owner, load_owner
 from resumekit.storage.store import Store
 
 
@@ -333,12 +334,14 @@ def changed_settings(then: Header, now: Header) -> list[str]:
 
 def _owner(directory: Path, problems: list[str]) -> Owner | None:
     try:
-        return Owner.from_bytes((directory / "owner.json").read_bytes())
+        return load_owner(LocalFileSystem(), directory)
     except FileNotFoundError:
         return None
-    except (OSError, CheckpointError) as error:
-        problems.append(f"owner.json: {error}")
-        return None
+    except OSError as error:
+        problems.append(f"{OWNER}: {error.strerror}")
+    except CheckpointError as error:
+        problems.append(str(error))
+    return None
 
 
 # struct flock of 64-bit Linux: type, whence, start, length, process
@@ -348,7 +351,7 @@ _FLOCK = struct.Struct("hhqqi4x")
 def _is_locked(path: Path) -> bool:
     """Whether a process on this node holds the lock; asks the kernel and takes nothing."""
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # it may be a pipe
     except OSError:
         return False
     try:

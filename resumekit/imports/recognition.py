@@ -83,9 +83,9 @@ def refuse_other(directory: Path) -> None:
 
 
 def _recognise_directory(path: Path, names: set[str]) -> OtherCheckpoint | None:
-    if "trainer_state.json" in names:
+    if "trainer_state.json" in names and (path / "trainer_state.json").is_file():
         step = None
-        with suppress(ValueError, KeyError, TypeError):
+        with suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
             step = int(json.loads((path / "trainer_state.json").read_text())["global_step"])
         return OtherCheckpoint(path, WrittenBy.TRAINER, step)
     if any(name.startswith("random_states_") for name in names):

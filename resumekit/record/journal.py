@@ -394,6 +394,8 @@ def _with_start(header: Header) -> bytes:
 
 
 def _read_header(path: Path) -> Header | None:
+    if not path.is_file():  # to open a pipe would wait for a writer
+        return None
     with open(path, "rb") as file:
         start = file.read(_START.size)
         if len(start) < _START.size:

@@ -242,6 +242,17 @@ class Owner:
 _CHECKS = {"run_id": HEX, "attempt": HEX, "host": text, "pid": count(), "started": text}
 
 
+def load_owner(file_system: FileSystem, directory: Path) -> Owner:
+    """The record in a run directory.
+
+    Raises:
+        CorruptCheckpointError: it is damaged.
+        OSError: it could not be read, or is no regular file.
+    """
+    data = read_small(file_system, directory / OWNER, where=OWNER, max_bytes=_MAX_BYTES)
+    return Owner.from_bytes(data)
+
+
 def read_owner(file_system: FileSystem, directory: Path) -> Owner | None:
     """The record in a run directory; None where there is none, or only a damaged one.
 
@@ -249,8 +260,7 @@ def read_owner(file_system: FileSystem, directory: Path) -> Owner | None:
         OSError: it could not be read.
     """
     try:
-        data = read_small(file_system, directory / OWNER, where=OWNER, max_bytes=_MAX_BYTES)
-        return Owner.from_bytes(data)
+        return load_owner(file_system, directory)
     except CorruptCheckpointError:
         return None
     except OSError as error:

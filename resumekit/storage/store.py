@@ -305,7 +305,7 @@ class Store:
                 raise
             except CheckpointError as error:
                 rejected.append(error)
-        if found := "; ".join(map(str, rejected)):
+        if found := "; ".join(str(error).rstrip(".") for error in rejected):
             raise NoUsableCheckpointError(str(self.directory), found=found)
         raise CheckpointNotFoundError(str(self.directory), found="no checkpoint")
 

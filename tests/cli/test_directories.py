@@ -96,12 +96,22 @@ def in_pipe(words: Sequence[object], *, is_closed: bool = False) -> tuple[int, s
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), "".join(texts), messages
 
 
+def _make_special(run: Path) -> None:
+    """Pipes, which nobody writes to, and a link in place of a step."""
+    (journal,) = (run / "journal").iterdir()
+    for path in (run / "owner.json", run / ".lock", journal):
+        path.unlink()
+        os.mkfifo(path)
+    (run / NEWEST).rename(run.parent / "elsewhere")
+    (run / NEWEST).symlink_to(run.parent / "elsewhere")
+
+
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     parent = tmp_path_factory.mktemp("parent")
     good = make_run(parent / LONG)
     found = {"good": good, "parent": parent, "missing": parent / "missing"}
-    for kind in ("damaged", "hostile", "live", "begun"):
+    for kind in ("damaged", "hostile", "live", "begun", "special"):
         found[kind] = tmp_path_factory.mktemp(kind) / LONG
         shutil.copytree(good, found[kind])
     for kind in ("empty", "foreign", "file"):
@@ -111,6 +121,9 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     (found["file"] / "file").touch()
     found["file"] /= "file"
     (found["damaged"] / NEWEST / "manifest.json").write_text("{}")
+    found["trainer"] = found["foreign"] / "checkpoint-500"
+    (found["trainer"] / "trainer_state.json").write_text('{"global_step": 500}')
+    _make_special(found["special"])
     for path in found["hostile"].rglob("*"):
         if path.is_file():
             path.write_bytes(HOSTILE)
@@ -130,51 +143,129 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
 
 
 # The exit code on each kind of directory; a live run is as good as another one.
-KINDS = ("good", "live", "parent", "begun", "damaged", "hostile", "empty", "foreign", "missing")
+KINDS = (
+    *("good", "live", "parent", "begun", "damaged", "hostile", "special"),
+    *("empty", "foreign", "trainer", "missing"),
+)
 CODES = {
-    "list": (0, 0, 0, 2, 1, 1, 2, 2, 2),
-    "verify": (0, 0, 2, 2, 1, 1, 2, 2, 2),
-    "inspect": (0, 0, 2, 2, 0, 2, 2, 2, 2),
-    "export": (0, 0, 2, 2, 0, 2, 2, 2, 2),
-    "diff": (0, 0, 2, 2, 1, 2, 2, 2, 2),
-    "history": (0, 0, 2, 0, 1, 1, 2, 2, 2),
-    "report": (0, 0, 2, 0, 1, 1, 2, 2, 2),
-    "prune": (0, 0, 2, 2, 0, 2, 2, 2, 2),
+    "list": (0, 0, 0, 2, 1, 1, 1, 2, 2, 2, 2),
+    "verify": (0, 0, 2, 2, 1, 1, 1, 2, 2, 2, 2),
+    "inspect": (0, 0, 2, 2, 0, 2, 0, 2, 2, 2, 2),
+    "export": (0, 0, 2, 2, 0, 2, 0, 2, 2, 2, 2),
+    "diff": (0, 0, 2, 2, 1, 2, 1, 2, 2, 2, 2),
+    "history": (0, 0, 2, 0, 1, 1, 1, 2, 2, 2, 2),
+    "report": (0, 0, 2, 0, 1, 1, 1, 2, 2, 2, 2),
+    "prune": (0, 0, 2, 2, 0, 2, 0, 2, 2, 2, 2),
+    "fork": (0, 0, 2, 2, 0, 2, 0, 2, 2, 2, 2),
+    "import": (2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2),
+    "mirror": (0, 0, 2, 2, 1, 1, 1, 2, 2, 2, 2),
+    "fetch": (0, 0, 2, 2, 0, 2, 0, 2, 2, 2, 2),
+    "fetch into": (0, 2, 0, 0, 0, 0, 0, 0, 0, 2, 0),
+    "replay": (2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2),
+    "run": (3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3),
 }
-WITH_JSON = ("list", "verify", "inspect", "diff", "history", "prune")
+WITHOUT_DIRECTORY = {"prove", "doctor", "demo"}
+WITH_JSON = ("list", "verify", "inspect", "diff", "history", "prune", "report")
 
 
 def _words(command: str, directory: Path, good: Path, output: Path) -> list[object]:
-    exported = output / "model.safetensors"
-    exported.unlink(missing_ok=True)
+    new = output / "new"
+    shutil.rmtree(new, ignore_errors=True)
+    new.with_name("model.safetensors").unlink(missing_ok=True)
+    ends = ["--", "sh", "-c", "exit 3"]
+    if command == "fetch into":
+        subprocess.run(["cp", "-a", directory, new], check=False, stderr=subprocess.DEVNULL)
+        is_live = directory.parent.name.startswith("live")  # its lock is not copied
+        return ["fetch", good, directory if is_live else new]
     rest: dict[str, list[object]] = {
-        "export": [exported],
+        "export": [new.with_name("model.safetensors")],
         "diff": [good],
         "report": ["-o", output / "page.html"],
         "prune": ["--keep-latest", 1, "--dry-run"],
+        "fork": [new],
+        "import": [new],
+        "mirror": [new],
+        "fetch": [new],
+        "replay": ["--from", 2, *ends],
+        "run": ["--max-restarts", 0, *ends],
     }
-    return [command, directory, *rest.get(command, [])]
+    return [command, *(["--dir"] * (command == "run")), directory, *rest.get(command, [])]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("command", CODES)
+def _cells(*quick: str) -> pytest.MarkDecorator:
+    """Every command on every kind; without the mark ``full`` those of these commands or kinds."""
+    cells = [(command, kind) for command in CODES for kind in KINDS]
+    is_full = [not {command, kind} & set(quick) for command, kind in cells]
+    marks = [[pytest.mark.full] if each else [] for each in is_full]
+    params = [pytest.param(*cell, marks=each) for cell, each in zip(cells, marks, strict=True)]
+    return pytest.mark.parametrize(("command", "kind"), params)
+
+
+@_cells(*CODES)
 def test_each_command_has_its_exit_code_and_no_traceback(
-    directories: dict[str, Path], tmp_path: Path, command: str, kind: str
+    directories: dict[str, Path],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    command: str,
+    kind: str,
 ) -> None:
     expected = CODES[command][KINDS.index(kind)]
     words = _words(command, directories[kind], directories["good"], tmp_path)
-    code, screen = on_terminal(words)
-    assert (code, "Traceback" in screen) == (expected, False), screen
-    words = _words(command, directories[kind], directories["good"], tmp_path)
-    code, out, err = in_pipe(words)
+    code = _child(words)
+    out, err = capfd.readouterr()
     assert (code, "Traceback" in err) == (expected, False), out + err
     assert "\x1b" not in out + err
     if expected == 2:
-        assert (out, err.count("\n"), err[:7]) == ("", 1, "error: ")
+        *before, last = err.splitlines()
+        assert (out, last[:7]) == ("", "error: ")
+        assert len(before) == (command == "replay" and "replaying" in err)
     if command in WITH_JSON:
-        code, out, _ = in_pipe([*words, "--json"])
+        code = _child([*words, "--json"])
+        out, err = capfd.readouterr()
         assert code == expected
         assert expected == 2 or json.loads(out) is not None
+
+
+@_cells("list", "good")
+def test_each_command_is_the_same_on_a_terminal(
+    directories: dict[str, Path], tmp_path: Path, command: str, kind: str
+) -> None:
+    words = _words(command, directories[kind], directories["good"], tmp_path)
+    code, screen = on_terminal(words)
+    assert (code, "Traceback" in screen) == (CODES[command][KINDS.index(kind)], False), screen
+    assert code != 2 or [line[:7] for line in screen.splitlines()][-1] == "error: "
+
+
+def test_every_command_is_tried() -> None:
+    assert {command.split()[0] for command in CODES} | WITHOUT_DIRECTORY == _command_names()
+
+
+def _command_names() -> set[str]:
+    names = (
+        each.name or (each.callback and each.callback.__name__) for each in app.registered_commands
+    )
+    return {str(name) for name in names}
+
+
+def test_a_table_of_a_run_fits_a_terminal(directories: dict[str, Path], tmp_path: Path) -> None:
+    for command, kind in (("list", "good"), ("list", "damaged"), ("history", "good")):
+        words = _words(command, directories[kind], directories["good"], tmp_path)
+        rows = on_terminal(words)[1].splitlines()[:3]
+        assert all(len(row) <= 80 for row in rows), rows
+        assert [row[:4] for row in rows[1:] if command == "list"] in ([], ["step", "step"])
+
+
+def test_a_damaged_checkpoint_is_fetched_again(
+    directories: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = _words("fetch into", directories["damaged"], directories["good"], tmp_path)
+    assert _child(words) == 0
+    out, err = capfd.readouterr()
+    assert out == f"{words[2]}/{NEWEST}\n"
+    assert f"{NEWEST}/manifest.json: 2 bytes" in err
+    assert _child(["verify", words[2]]) == 0
+    assert _child(words) == 0
+    assert f"{NEWEST} was there" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -225,13 +316,10 @@ def test_the_page_has_the_exit_codes_of_each_command() -> None:
     page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     section = page.partition("## Exit codes")[2].partition("\n## ")[0]
     table = re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE)
-    names = [
-        each.name or each.callback.__name__ for each in app.registered_commands if each.callback
-    ]
-    assert sorted(table) == sorted(names)
+    assert set(table) == _command_names()
 
 
-@pytest.mark.parametrize("command", ["list", "verify", "diff", "history", "prune"])
+@pytest.mark.parametrize("command", ["list", "verify", "diff", "history", "prune", "report"])
 def test_the_page_has_the_keys_of_the_json(
     directories: dict[str, Path], tmp_path: Path, command: str
 ) -> None:

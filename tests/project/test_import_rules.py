@@ -297,8 +297,9 @@ BUDGET: dict[str, int] = {
     "html_report": 1_025,  # 30: why an attempt ended, goodput
     # 50: checkpoints that a live run deletes meanwhile; 80: mirror, fetch, copies; 30: exports;
     # 95: prune; 85: history; 65: unbroken names, runs of a parent, JSON of verify; 40: import;
-    # 25: doctor; 10: ranks and stages of an export
-    "cli": 1_260,
+    # 25: doctor; 50: tables of 80 columns, JSON of report, damaged checkpoints that fetch replaces,
+    # what a directory has that is none of a run
+    "cli": 1_300,
     "__init__": 50,
 }
 
