@@ -6,15 +6,26 @@ What a tracker has is read from its files by its own reader. Times are not compa
 from __future__ import annotations
 
 import csv
+import json
 import shutil
+import sqlite3
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from preloads import ALL
-from tracker_workloads import accelerate, database, lightning, plain, plain_mlflow, trainer
+from tracker_workloads import (
+    accelerate,
+    database,
+    lightning,
+    plain,
+    plain_mlflow,
+    plain_trackio,
+    trainer,
+)
 
 from resumekit.testing import Cell, KillPoint, Kit
 
@@ -87,6 +98,24 @@ def in_mlflow(directory: Path) -> dict[str, Rows]:
     return found
 
 
+def in_trackio(directory: Path) -> dict[str, Rows]:
+    """The rows of each run in the SQLite files, and the settings that it has."""
+    found: dict[str, Rows] = {}
+    for path in sorted(directory.glob("*.db")):
+        with closing(sqlite3.connect(path)) as file:
+            known = file.execute("SELECT run_id FROM metrics UNION SELECT run_id FROM configs")
+            for number, (run_id,) in enumerate(known.fetchall()):
+                rows: Rows = []
+                query = "SELECT step, metrics FROM metrics WHERE run_id = ? ORDER BY id"
+                for step, text in file.execute(query, (run_id,)):
+                    rows += [(key, step, value) for key, value in json.loads(text).items()]
+                query = "SELECT config FROM configs WHERE run_id = ?"
+                for (text,) in file.execute(query, (run_id,)):
+                    rows += [("setting", key, "") for key in json.loads(text)]
+                found[f"run {number} of {path.name}"] = rows
+    return found
+
+
 def without_clocks(found: dict[str, Rows]) -> dict[str, Rows]:
     return {
         run: [row for row in rows if not any(clock in str(row[0]) for clock in CLOCKS)]
@@ -116,6 +145,10 @@ PLACES: dict[str, tuple[Callable[..., None], dict[str, Any], Reader]] = {
     "MLflow, Accelerate": (accelerate, {"log_with": "mlflow"}, in_mlflow),
     "MLflow, the Trainer": (trainer, {"report_to": "mlflow"}, in_mlflow),
     "MLflow, Lightning": (lightning, {"loggers": ["mlflow"]}, in_mlflow),
+    "trackio, a plain loop": (plain_trackio, {}, in_trackio),
+    "trackio, a plain loop with steps": (plain_trackio, {"steps": True}, in_trackio),
+    "trackio, Accelerate": (accelerate, {"log_with": "trackio"}, in_trackio),
+    "trackio, the Trainer": (trainer, {"report_to": "trackio"}, in_trackio),
 }
 
 
@@ -132,7 +165,7 @@ def uninterrupted(kit: Kit, cell: Cell) -> Path:
 
 
 def require(options: Iterable[Any]) -> None:
-    for name in ("tensorboard", "mlflow", "wandb", "trackio"):
+    for name in ("tensorboard", "mlflow", "trackio"):
         if name in str(options):
             pytest.importorskip(name)
 
@@ -161,6 +194,13 @@ def test_a_launch_after_the_end_adds_nothing(kit: Kit, name: str) -> None:
     run = kit.run_again(run)
     assert not run.failure, run.failure
     assert read(run.directory / "training") == expected
+
+
+def test_trackio_has_the_names_that_are_used() -> None:
+    trackio = pytest.importorskip("trackio.run")
+    used = {"_client_lock", "_flush_queues_inline"}
+    assert used <= set(trackio.Run._local_batch_sender.__code__.co_names)
+    assert {"_next_step", "id", "name", "project"} <= set(trackio.Run.log.__code__.co_names)
 
 
 @pytest.mark.full

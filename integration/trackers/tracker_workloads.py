@@ -55,6 +55,29 @@ def plain_mlflow(directory: str, *, trackers: Follows = "continue") -> None:
             mlflow.log_metrics({"double": 2 * loss.item()}, step=ckpt.progress.step)
 
 
+def plain_trackio(directory: str, *, trackers: Follows = "continue", steps: bool = False) -> None:
+    """A loop that logs with trackio's functions, with or without steps."""
+    os.environ["TRACKIO_DIR"] = directory
+    import trackio
+
+    from resumekit.adapters.torch import Checkpointer
+
+    model, optimizer, loader = _parts()
+    run = trackio.init(project="project", config={"lr": 1e-2})
+    trackio.log({"num_parameters": 1210})
+    ckpt = Checkpointer(Path(directory, "run"), save_every=SAVE_EVERY, trackers=trackers)
+    for inputs, labels in ckpt.batches(loader, epochs=EPOCHS):
+        loss = nn.functional.cross_entropy(model(inputs), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        step = ckpt.progress.step + 1 if steps else None
+        trackio.log({"loss": loss.item()}, step=step)
+        ckpt.step(loss=loss)
+        run.log({"double": 2 * loss.item()}, step=step)
+    trackio.finish()
+
+
 def plain(directory: str, *, trackers: Follows = "continue", fixed: bool = False) -> None:
     """A loop with a SummaryWriter, whose tags count steps, samples and epochs."""
     from torch.utils.tensorboard import SummaryWriter
@@ -89,7 +112,7 @@ def accelerate(directory: str, *, trackers: Follows = "continue", log_with: str)
 
     from resumekit.adapters.accelerate import Checkpointer
 
-    os.environ["MLFLOW_TRACKING_URI"] = database(directory)
+    os.environ.update(MLFLOW_TRACKING_URI=database(directory), TRACKIO_DIR=directory)
     accelerator = Accelerator(cpu=True, log_with=log_with, project_dir=directory)
     accelerator.init_trackers("project", config={"lr": 1e-2})
     model, optimizer, loader = accelerator.prepare(*_parts())
@@ -112,7 +135,7 @@ def trainer(directory: str, *, trackers: Follows = "continue", report_to: str) -
 
     from resumekit.adapters.transformers import ResumeCallback
 
-    os.environ["MLFLOW_TRACKING_URI"] = database(directory)
+    os.environ.update(MLFLOW_TRACKING_URI=database(directory), TRACKIO_DIR=directory)
     set_seed(0)
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
     training = Trainer(

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from resumekit.trackers.csv_rows import CsvRows
 from resumekit.trackers.event_files import EventFiles
 from resumekit.trackers.mlflow_run import MlflowRun
+from resumekit.trackers.trackio_run import TrackioRun
 
 # In a manifest's details.
 TRACKERS = "trackers"
@@ -154,12 +155,20 @@ def _find(holders: Iterable[Any], run_id: str) -> Iterator[Tracker]:
             elif issubclass(type(value), csv_writers):
                 taken.add(id(value))
                 yield CsvRows(value, holder)
-    if (mlflow := sys.modules.get("mlflow")) is not None and mlflow.active_run() is not None:
-        yield MlflowRun()
+    yield from _global_runs()
     for value in gc.get_objects() if writers else ():  # nothing lists them
         is_other = issubclass(type(value), writers) and id(value) not in taken
         if is_other and EventFiles.may_follow(value):
             yield EventFiles(value, run_id)
+
+
+def _global_runs() -> Iterator[Tracker]:
+    if (mlflow := sys.modules.get("mlflow")) is not None and mlflow.active_run() is not None:
+        yield MlflowRun()
+    if (trackio := sys.modules.get("trackio.context_vars")) is not None:
+        run = trackio.current_run.get()
+        if run is not None and run.url is None:  # a local one
+            yield TrackioRun(run)
 
 
 def _classes(name: str, modules: Iterable[str]) -> tuple[type, ...]:
