@@ -317,7 +317,7 @@ def names_of(store: Store, step: str | None = None) -> list[StepName]:
 def nothing_in(directory: Path, found: str) -> CheckpointNotFoundError:
     """The error about a directory that has nothing to show; names what it has instead."""
     runs = name_few([run.name for run in _runs_in(directory)])
-    others = [each for each in map(recognise, directory.iterdir()) if each and each.can_be_imported]
+    others = [each for each in map(recognise, directory.iterdir()) if each]
     newest = max(others, key=lambda each: (each.step or 0, each.path), default=None)
     return CheckpointNotFoundError(
         str(directory),

@@ -248,29 +248,31 @@ BUDGET: dict[str, int] = {
     # renamed; 5: which states the job has once; 20: the newest checkpoint that can be opened, which
     # the commands and the reader of DCP had; 20: deletion by a command; 15: imports
     "storage": 3_110,
-    "serialization": 3_135,  # 10: how many parts an index may have; 180: tensors made of others
+    "serialization": 3_150,  # 10: how many parts an index may have; 180: tensors made of others
     "places": 795,  # 75: memory; 20: a limit of the bandwidth
     "live": 1_025,
     # 300: the types of saved states; errors of objects' own loads; 5: integers too large for torch;
     # 5: one state of those that groups of ranks wrote, which diff had; 30: tensors made of others;
-    # 55: objects in the state of an optimizer; 40: states that another program has saved
-    "capture": 7_060,
+    # 55: objects in the state of an optimizer; 40: states that another program has saved; 45:
+    # parameters of each rank beside sharded ones
+    "capture": 7_080,
     # 100: the types of saved positions; 20: loaders that skip what was used; 45: loaders that begin
     # with their first batch; 65: positions that another program has counted
     "data": 4_330,
     "record": 1_460,
     # 120: the check of what states hold; 50: full disks; 80: places; 135: copies in memory; 65:
     # what an imported step lacks; 20: trackers; 50: several objects of an imported step
-    "run": 6_585,
-    # readers of four formats, what each of them lacks, recognition of one more, and the step;
-    # 125: DCP directories, whose metadata is a pickle; 60: shards, several objects, trust
-    "imports": 780,
+    "run": 6_485,
+    # readers of six formats, what each of them lacks, and the step; 125: DCP directories, whose
+    # metadata is a pickle; 145: partitions of DeepSpeed; 75: shards, several objects, trust, PEFT
+    "imports": 930,
     "__main__": 5,
     "checkpointer": 170,  # 10: types that are known before their objects
     # 200: a few tensors at a time; averages; shards, and what from_pretrained, torch and DCP open;
     # 400: checkpoints that scripts of Accelerate, the Trainer and Lightning continue from; 340:
-    # those of DeepSpeed, whose partitions are made for any stage and number of ranks
-    "export": 1_050,
+    # those of DeepSpeed, whose partitions are made for any stage and number of ranks; 40: weights
+    # of schedule-free optimizers
+    "export": 1_080,
     "diff": 595,
     "dcp": 700,  # 350: the writer
     "fork": 140,
@@ -286,20 +288,20 @@ BUDGET: dict[str, int] = {
     "attach": 410,
     # 160: the types of saved loop states; 15: ckpt_path; 15: the entry points of Lightning;
     # 5: what a framework logs with; 35: what an export has to know of a framework's objects
-    "adapters": 2_775,
-    "trackers": 350,  # an adapter for each tracker, of 45 to 65 lines
+    "adapters": 2_740,
+    "trackers": 340,  # an adapter for each tracker, of 45 to 65 lines
     "recorder": 575,  # 5: tensors made of others
     "prove": 2_190,  # has the likely causes, for the terminal and the page
     "supervisor": 330,  # 40: the end of a command whose supervisor was killed
     "testing": 1_635,
     "demo": 140,
     "demo_script": 90,
-    "html_report": 1_025,  # 30: why an attempt ended, goodput
+    "html_report": 1_030,  # 30: why an attempt ended, goodput
     # 50: checkpoints that a live run deletes meanwhile; 80: mirror, fetch, copies; 30: exports;
     # 95: prune; 85: history; 65: unbroken names, runs of a parent, JSON of verify; 40: import;
     # 25: doctor; 50: tables of 80 columns, JSON of report, damaged checkpoints that fetch replaces,
     # what a directory has that is none of a run
-    "cli": 1_300,
+    "cli": 1_315,
     "__init__": 50,
 }
 
