@@ -32,7 +32,7 @@ from resumekit.adapters.lightning import ResumeCallback
 
 
 class _Pair(nn.Module):
-    """Two networks of one class and one shape: only their order tells them apart."""
+    """Two networks of one class and one shape: only their order distinguishes them."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
