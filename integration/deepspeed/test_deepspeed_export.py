@@ -54,7 +54,7 @@ def loaded(path: Path) -> Any:
 def wrong_in_fp32(run: Run) -> list[str]:
     """What DeepSpeed's own converter makes of the export that is not as DeepSpeed gathers it."""
     folder, ends = run.directory / "training", (".exp_avg", ".exp_avg_sq")
-    weights = get_fp32_state_dict_from_zero_checkpoint(str(folder / EXPORTED))
+    weights: Any = get_fp32_state_dict_from_zero_checkpoint(str(folder / EXPORTED))
     gathered = torch.load(folder / "gathered-0.pt", weights_only=True).items()
     expected = {name: each for name, each in gathered if isinstance(each, torch.Tensor)}
     expected = {name: each for name, each in expected.items() if not name.endswith(ends)}

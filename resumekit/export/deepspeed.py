@@ -163,16 +163,15 @@ class _Tag:
             state["optimizer"] = self._whole(optimizer, groups, weights)
             save_state(path / "mp_rank_00_model_states.pt", state)
             return
-        flats = [*self._flats(groups)]
+        flats, module = [*self._flats(groups)], common["module"]
         state["param_shapes"] = [{n: self.shapes[n] for n in each.names} for each in flats]
         state["shared_params"] = self.module.tied
         if self.stage < 3:
             save_state(path / "mp_rank_00_model_states.pt", state)
         else:  # each rank has placeholders, and its partitions of frozen parameters
             state["frozen_param_shapes"] = {name: self.shapes[name] for name in frozen}
-            parameters, module = known, common["module"]
             state["module"] = {
-                n: each.new_empty(0) if n in parameters else each for n, each in module.items()
+                n: each.new_empty(0) if n in known else each for n, each in module.items()
             }
         for rank in range(self.ranks):
             self._write_partitions(path, rank, optimizer, flats, weights)

@@ -207,6 +207,7 @@ _OF_TORCH = {
     "use_orig_params=": "torch.distributed.fsdp:FullyShardedDataParallel",
 }
 _OF_FRAMEWORKS = {
+    "load_lr_scheduler_states=": "deepspeed/runtime/engine.py",
     "dataloader_persistent_workers=": "transformers/training_args.py",
     "from_pretrained()": "transformers/modeling_utils.py",
     "fsdp_version=": "accelerate/utils/dataclasses.py",
