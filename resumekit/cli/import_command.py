@@ -36,6 +36,7 @@ def import_run(
     The same training command, with resumekit and this run directory, continues from it.
     """
     from resumekit.cli.terminal import print_line
+    from resumekit.cli.views import reader_at
     from resumekit.imports.content import StartPosition
     from resumekit.imports.importing import import_checkpoint
     from resumekit.log import show_messages
@@ -45,3 +46,5 @@ def import_run(
     made, origin = import_checkpoint(path.absolute(), directory, asked=asked, trusts=trust)
     lacks = f"; it has no {', '.join(origin.lacks)}" if origin.lacks else ""
     print_line(f"{made}  imported from {origin.source}{lacks}")
+    progress = reader_at(Path(made)).manifest.progress
+    print_line(f"the run continues with epoch {progress['epoch']}, batch {progress['batch']}")

@@ -181,8 +181,8 @@ def export_checkpoint(path: Path, out: Path, *, to: str, **options: Any) -> None
     reader, lines = again_if_deleted(export, named=is_step(path))
     files = [each for each in (out, *out.rglob("*")) if each.is_file()]
     size = human_bytes(sum(each.stat().st_size for each in files))
-    what = f"{len(lines)} tensors" if of_model else f"{len(files)} files"
-    print_line(f"{out}: {what} of {reader.name}, {size}")
+    count, noun = (len(lines), "tensor") if of_model else (len(files), "file")
+    print_line(f"{out}: {count} {noun}{'s' * (count != 1)} of {reader.name}, {size}")
     for line in () if of_model else lines:
         print_line(line)
 

@@ -264,7 +264,7 @@ def _trainer(found: OtherCheckpoint) -> OtherContent:
     callbacks = [name for name in state.get("stateful_callbacks", {}) if name != "TrainerControl"]
     lacks = [f"state of {name}" for name in callbacks]
     if accumulation is None:
-        lacks.append("gradient_accumulation_steps, taken to be 1")
+        lacks.append("gradient_accumulation_steps (taken to be 1)")
     if any(folder.glob("adapter_model.*")):
         lacks.append("weights of the base model, which are the script's")
     return OtherContent(

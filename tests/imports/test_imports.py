@@ -325,6 +325,7 @@ def test_a_run_begins_from_a_file_and_the_same_launch_continues_it(
 def test_every_command_reads_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     assert command("import", stock(tmp_path / "a.pt"), run) == 0
+    assert "the run continues with epoch 0, batch 0\n" in capsys.readouterr().out
     step = run / "step-00000003"
     assert command("inspect", step) == 0
     assert "torch.save file a.pt" in capsys.readouterr().out

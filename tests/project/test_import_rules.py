@@ -300,8 +300,8 @@ BUDGET: dict[str, int] = {
     # 50: checkpoints that a live run deletes meanwhile; 80: mirror, fetch, copies; 30: exports;
     # 95: prune; 85: history; 65: unbroken names, runs of a parent, JSON of verify; 40: import;
     # 25: doctor; 50: tables of 80 columns, JSON of report, damaged checkpoints that fetch replaces,
-    # what a directory has that is none of a run
-    "cli": 1_315,
+    # what a directory has that is none of a run; 3: where an imported run continues
+    "cli": 1_305,
     "__init__": 50,
 }
 
