@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from resumekit.capture.ddp_buckets import GradientBuckets
 from resumekit.capture.fsdp1 import FlatModelState
 from resumekit.capture.gradient_watch import FlatGradients, GradientWatch, StorageWatch
-from resumekit.capture.model import ModelState, RankBuffers, by_clean_name
+from resumekit.capture.model import ModelState, by_clean_name
+from resumekit.capture.named_tensors import RankBuffers
 from resumekit.capture.nested_state import Mismatch, fits, refuse
 from resumekit.capture.slots import OptimizerParameters
 from resumekit.capture.user_state.user_state import UserState

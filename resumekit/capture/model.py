@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -25,27 +25,19 @@ from resumekit.capture.nested_state import (
     is_same,
     refuse,
     require_dict,
-    state_mismatches,
 )
+from resumekit.capture.stacking import StackedByRank
 from resumekit.errors import ConfigurationError, DeclarationError
 from resumekit.serialization.digests import leaves_of
-from resumekit.serialization.sharding import (
-    FlatPart,
-    StackedByRank,
-    fill,
-    is_sharded,
-    local_part,
-)
+from resumekit.serialization.sharding import FlatPart, fill, is_sharded, local_part
 from resumekit.serialization.tensors import is_subclass, parts_of
 from resumekit.state import (
     Adopting,
     ComponentState,
     InPlace,
     Renamed,
-    Resplit,
     Slot,
     Stateful,
-    WorldChange,
 )
 
 T = TypeVar("T")
@@ -256,7 +248,7 @@ def _checked(slot: Slot, name: Any) -> str:
 
 # What torch 2.13 nn/modules/module.py appends to a module's name for get_extra_state.
 _EXTRA_STATE = "_extra_state"
-_REMEDY = "Build the model as it was when the checkpoint was written"
+REMEDY = "Build the model as it was when the checkpoint was written"
 
 
 # In the fingerprint of a 16-bit module whose weights are saved in fp32: its dtype, and the names of
@@ -266,9 +258,6 @@ IN_FP32 = "in_fp32"
 
 # Two more files cost more than to write so little again.
 _MIN_FROZEN_BYTES = 4 << 20
-
-# What the key of the component of a rank's buffers ends in.
-RANK_BUFFERS = "rank_buffers"
 
 
 class ModelState(Renamed, Adopting, InPlace):
@@ -289,11 +278,6 @@ class ModelState(Renamed, Adopting, InPlace):
 
     def live_objects(self) -> tuple[nn.Module, ...]:
         return (self.module,)
-
-    def stack(self, ranks: StackedByRank) -> bool:
-        """Makes the unsharded parameters each rank's own; returns whether there are any."""
-        self.stacked = ranks
-        return bool(self._parts())
 
     def state_dict(self) -> dict[str, Any]:
         """The live tensors, not copies, by wrapper-free name; extra state as the module gives it.
@@ -324,7 +308,7 @@ class ModelState(Renamed, Adopting, InPlace):
         problems += _without_memory(state, live)
         if not problems:
             problems += tying_mismatches(state, live)
-        refuse(self.key, problems, remedy=_REMEDY)
+        refuse(self.key, problems, remedy=REMEDY)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Copies every value into the live tensor of that name; no parameter changes identity.
@@ -337,7 +321,7 @@ class ModelState(Renamed, Adopting, InPlace):
         by_raw_name, parts = {}, self._parts()
         for raw, name in names.items():
             if self.stacked is not None and name in parts:
-                fill(live[raw], self.stacked.unstacked(state[name]))
+                fill(live[raw], self.stacked.tensor(state[name]))
             elif is_subclass(live[raw]):  # its own copy may round
                 fill(live[raw], state[name])
             else:
@@ -349,7 +333,7 @@ class ModelState(Renamed, Adopting, InPlace):
             Mismatch(str(names.get(raw, raw)), "in the checkpoint", "a name that the module takes")
             for raw in outcome.unexpected_keys
         ]
-        refuse(self.key, problems, remedy=_REMEDY)
+        refuse(self.key, problems, remedy=REMEDY)
         return ()
 
     def adopted(self, given: Any) -> Any:
@@ -416,17 +400,11 @@ class ModelState(Renamed, Adopting, InPlace):
         }
 
     def _parts(self) -> Mapping[str, FlatPart]:
-        """This rank's range of each parameter that is sharded without a DTensor, by name.
-
-        The names of a tied parameter have the same object.
-        """
+        """This rank's part of each parameter that is stored sharded and is no DTensor, by name."""
         if self.stacked is None:
             return {}
         raw = dict(self.module.named_parameters(remove_duplicate=False))
-        unsharded = [each for each in raw.values() if not (is_sharded(each) or is_lazy(each))]
-        parts = {id(each): self.stacked.part(each) for each in {*unsharded}}
-        named = by_clean_name(self.module, raw)
-        return {name: parts[id(each)] for name, each in named.items() if id(each) in parts}
+        return self.stacked.parts(by_clean_name(self.module, raw))
 
 
 def frozen_of(state: ComponentState) -> frozenset[str]:
@@ -478,61 +456,6 @@ def frozen_parameters(
     raw = dict(module.named_parameters(remove_duplicate=False))
     named = by_clean_name(module, raw)
     return {name: each for name, each in named.items() if not each.requires_grad}
-
-
-class NamedTensors(ComponentState):
-    """Live tensors by name, restored in place.
-
-    Args:
-        named: gives the tensors; called for each save and restore, because some may be added later.
-        key: the component's key, for errors.
-    """
-
-    remedy = _REMEDY
-
-    def __init__(self, named: Callable[[], dict[str, Tensor]], *, key: str) -> None:
-        self.named = named
-        self.key = key
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The live values, not copies."""
-        return {name: tensor.detach() for name, tensor in self.named().items()}
-
-    def check_state_dict(self, state: Any) -> None:
-        """Refuses other names, shapes and dtypes."""
-        refuse(self.key, state_mismatches(state, self.named()), remedy=self.remedy)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Copies every value into the live tensor of that name."""
-        for name, tensor in self.named().items():
-            fill(tensor, state[name])
-        return ()
-
-
-class RankBuffers(NamedTensors, Renamed):
-    """This rank's persistent buffers of a replicated module, by wrapper-free name.
-
-    DDP averages gradients, not buffers: the running statistics of a batch norm follow each rank's
-    own batches. (DDP broadcasts rank 0's before each forward pass unless
-    ``broadcast_buffers=False``.)
-
-    Args:
-        model: the state of the module.
-        key: the component's key, for errors.
-    """
-
-    def __init__(self, model: ModelState, *, key: str) -> None:
-        super().__init__(model.unsharded_buffers, key=key)  # sharded ones are saved with the model
-
-    def start_fresh(self) -> tuple[str, ...]:
-        """A checkpoint of one rank has only the buffers of the module."""
-        return (f"{self.key}: every rank begins with the buffers that were saved with the module",)
-
-    def resplit_state_dict(self, states: Mapping[int, Any], change: WorldChange) -> Resplit:
-        """This rank's buffers in a job with another number of ranks; a new rank gets a copy."""
-        source = change.model_rank
-        message = f"{self.key}: rank {change.rank} is new, its buffers are those of rank {source}"
-        return states[source], (message,) if change.is_new else ()
 
 
 def _given(name: str, value: Any, live: Any) -> Any:

@@ -23,13 +23,9 @@ from resumekit.capture.nested_state import (
     Restorer,
     class_name,
     describe,
-    description_mismatches,
     entries_of,
     fits,
-    is_same_sort,
-    is_too_large,
     merged_optimizers,
-    paired,
     pairs_in,
     part_of_optimizer,
     refuse,
@@ -37,11 +33,16 @@ from resumekit.capture.nested_state import (
     require_loadable,
 )
 from resumekit.capture.optimizer_objects import ObjectsInState
-from resumekit.capture.optimizer_state import OptimizerContent
+from resumekit.capture.optimizer_state import (
+    OptimizerContent,
+    hyperparameters,
+    membership_mismatches,
+    optimizer_mismatches,
+)
+from resumekit.capture.stacking import StackedByRank
 from resumekit.errors import ConfigurationError
 from resumekit.serialization.sharding import (
     FlatPart,
-    StackedByRank,
     is_sharded,
     local_part,
     part_like,
@@ -56,9 +57,6 @@ _REMEDY = "Build the optimizer as it was when the checkpoint was written"
 
 Group = Mapping[str, Any]
 NamedParameters = list[tuple[str, Tensor]]
-
-# Not hyperparameters: which parameters a group holds.
-_MEMBERSHIP = ("params", "param_names")
 
 
 class OptimizerState(Checked, Renamed, Adopting, InPlace):
@@ -93,11 +91,6 @@ class OptimizerState(Checked, Renamed, Adopting, InPlace):
         self.modules = dict(modules)
         self.key = key
 
-    def stack(self, ranks: StackedByRank) -> bool:
-        """Makes the moments of unsharded parameters each rank's own, as ``ModelState.stack``."""
-        self.stacked = ranks
-        return bool(self._parts())
-
     def live_objects(self) -> tuple[Any, ...]:
         given, groups = self.optimizer, getattr(self.optimizer, "param_groups", ())
         trained = (each for group in groups for each in group["params"])
@@ -125,10 +118,7 @@ class OptimizerState(Checked, Renamed, Adopting, InPlace):
         given = self._by_name(self.optimizer.state_dict())
         if self.stacked is not None and "state" in given:
             for name in self._parts().keys() & given["state"].keys():
-                given["state"][name] = {
-                    key: self.stacked.part(value) if isinstance(value, Tensor) else value
-                    for key, value in given["state"][name].items()
-                }
+                given["state"][name] = self.stacked.stacked(given["state"][name])
         return given
 
     def adopted(self, given: Any) -> dict[str, Any]:
@@ -147,7 +137,7 @@ class OptimizerState(Checked, Renamed, Adopting, InPlace):
         then = [group["params"] for group in groups]
         if {*chain(*then)} != {*chain(*named)}:
             return given
-        moved = [*_membership_mismatches(groups, [{"params": each} for each in named])]
+        moved = [*membership_mismatches(groups, [{"params": each} for each in named])]
         refuse(self.key, moved, remedy=_REMEDY)
         ordered = zip(groups, named, strict=True)
         return {**given, "param_groups": [{**group, "params": each} for group, each in ordered]}
@@ -232,8 +222,7 @@ class OptimizerState(Checked, Renamed, Adopting, InPlace):
         if self.stacked is not None:
             moments = dict(state["state"])
             for name in self._parts().keys() & moments.keys():
-                unstacked = {key: self.stacked.unstacked(v) for key, v in moments[name].items()}
-                moments[name] = unstacked
+                moments[name] = self.stacked.unstacked(moments[name])
             state = {**state, "state": moments}
         packed = self._packed(state)
         if inherits_load(self.optimizer):
@@ -350,11 +339,10 @@ class OptimizerState(Checked, Renamed, Adopting, InPlace):
         return f"{self.prefix}{name}"
 
     def _parts(self) -> Mapping[str, FlatPart]:
-        """This rank's range of each parameter that is sharded without a DTensor, by name."""
+        """This rank's part of each parameter that is stored sharded and is no DTensor, by name."""
         if self.stacked is None:
             return {}
-        named = chain(*self._named_groups())
-        return {name: self.stacked.part(each) for name, each in named if not is_sharded(each)}
+        return self.stacked.parts(dict(chain(*self._named_groups())))
 
     def _in_layout(
         self,
@@ -434,70 +422,6 @@ def _has_torch_layout(given: Any, optimizer: Any) -> bool:
         isinstance(group, dict) and len(group.get("params", ())) == len(partner["params"])
         for group, partner in zip(groups, live, strict=True)
     )
-
-
-def optimizer_mismatches(
-    saved: Mapping[str, Any], live: Mapping[str, Any], *, is_order_bound: bool
-) -> Iterator[Mismatch]:
-    """Everything that would make a load fail or restore silently wrong values.
-
-    Args:
-        saved: ``parameters`` (a description by name) and ``param_groups`` of the checkpoint.
-        live: the same of this run.
-        is_order_bound: whether the order of the parameters matters, as for an optimizer that keeps
-            one flat vector for all of them.
-    """
-    yield from description_mismatches(saved["parameters"], live["parameters"])
-    groups_then, groups_now = saved["param_groups"], live["param_groups"]
-    if len(groups_then) != len(groups_now):
-        yield Mismatch.changed("param_groups", f"{len(groups_then)} groups", len(groups_now))
-        return
-    yield from _membership_mismatches(groups_then, groups_now)
-    for index, (group_then, group_now) in enumerate(zip(groups_then, groups_now, strict=True)):
-        where = f"param_groups[{index}]"
-        if is_order_bound and group_then["params"] != group_now["params"]:
-            yield Mismatch(where, f"parameters {group_then['params']}", f"{group_now['params']}")
-        differing = {k: v for k, v in group_then.items() if k != _scaled(group_then, group_now)}
-        for path, then, now in paired(differing, group_now, where):
-            if (
-                (isinstance(then, Tensor) or isinstance(now, Tensor)) and not fits(now, then)
-            ) or not _may_be_set(then, now):
-                yield Mismatch.changed(path, describe(then), describe(now))
-
-
-def _may_be_set(then: Any, now: Any) -> bool:
-    """Whether a hyperparameter may have a saved value: of the same kind, a flag also None."""
-    of_other_lengths = isinstance(then, (list, tuple)) and isinstance(now, (list, tuple))
-    if of_other_lengths or is_too_large(then):
-        return False
-    if now is None or (then is None and isinstance(now, bool)):
-        return True
-    return is_same_sort(then, now) and isinstance(then, bool) == isinstance(now, bool)
-
-
-def _scaled(then: Group, now: Group) -> str | None:
-    """The hyperparameter that is a number until the first step replaces it by a tensor.
-
-    transformers 5.23 optimization.py AdafactorSchedule records the learning rate that Adafactor has
-    scaled by the parameters.
-    """
-    rate = then.get("lr")
-    is_scaled = bool(now.get("scale_parameter")) and not isinstance(now.get("lr"), Tensor)
-    return "lr" if is_scaled and isinstance(rate, Tensor) and rate.dim() == 0 else None
-
-
-def _membership_mismatches(then: Sequence[Group], now: Sequence[Group]) -> Iterator[Mismatch]:
-    group_of = {name: index for index, group in enumerate(now) for name in group["params"]}
-    for index, group in enumerate(then):
-        for name in group["params"]:
-            here = group_of.get(name, index)
-            if here != index:
-                yield Mismatch(name, f"in param group {index}", f"in group {here}, as in this run")
-
-
-def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a param group without its parameters and their names."""
-    return {name: value for name, value in group.items() if name not in _MEMBERSHIP}
 
 
 def inherits_load(optimizer: Any) -> bool:

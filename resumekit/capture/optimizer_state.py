@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypedDict
 
 from torch import Tensor
 
-from resumekit.capture.nested_state import describe
+from resumekit.capture.nested_state import (
+    Mismatch,
+    describe,
+    description_mismatches,
+    fits,
+    is_same_sort,
+    is_too_large,
+    paired,
+)
 from resumekit.serialization.sharding import FlatPart
 from resumekit.state import Misfit, Rule
 
@@ -102,3 +110,76 @@ class _OptimizerFields(_Class, _OptionalOptimizer):
 _Named = Annotated[_OptimizerFields, Rule("each parameter in one group", _are_known), _Moments()]
 
 OptimizerContent = _Named | _OpaqueState
+
+
+# ---------------------------------------------------------------- beside the live optimizer
+
+# Not hyperparameters: which parameters a group holds.
+_MEMBERSHIP = ("params", "param_names")
+
+Group = Mapping[str, Any]
+
+
+def optimizer_mismatches(
+    saved: Mapping[str, Any], live: Mapping[str, Any], *, is_order_bound: bool
+) -> Iterator[Mismatch]:
+    """Everything that would make a load fail or restore silently wrong values.
+
+    Args:
+        saved: ``parameters`` (a description by name) and ``param_groups`` of the checkpoint.
+        live: the same of this run.
+        is_order_bound: whether the order of the parameters matters, as for an optimizer that keeps
+            one flat vector for all of them.
+    """
+    yield from description_mismatches(saved["parameters"], live["parameters"])
+    groups_then, groups_now = saved["param_groups"], live["param_groups"]
+    if len(groups_then) != len(groups_now):
+        yield Mismatch.changed("param_groups", f"{len(groups_then)} groups", len(groups_now))
+        return
+    yield from membership_mismatches(groups_then, groups_now)
+    for index, (group_then, group_now) in enumerate(zip(groups_then, groups_now, strict=True)):
+        where = f"param_groups[{index}]"
+        if is_order_bound and group_then["params"] != group_now["params"]:
+            yield Mismatch(where, f"parameters {group_then['params']}", f"{group_now['params']}")
+        differing = {k: v for k, v in group_then.items() if k != _scaled(group_then, group_now)}
+        for path, then, now in paired(differing, group_now, where):
+            if (
+                (isinstance(then, Tensor) or isinstance(now, Tensor)) and not fits(now, then)
+            ) or not _may_be_set(then, now):
+                yield Mismatch.changed(path, describe(then), describe(now))
+
+
+def _may_be_set(then: Any, now: Any) -> bool:
+    """Whether a hyperparameter may have a saved value: of the same kind, a flag also None."""
+    of_other_lengths = isinstance(then, (list, tuple)) and isinstance(now, (list, tuple))
+    if of_other_lengths or is_too_large(then):
+        return False
+    if now is None or (then is None and isinstance(now, bool)):
+        return True
+    return is_same_sort(then, now) and isinstance(then, bool) == isinstance(now, bool)
+
+
+def _scaled(then: Group, now: Group) -> str | None:
+    """The hyperparameter that is a number until the first step replaces it by a tensor.
+
+    transformers 5.23 optimization.py AdafactorSchedule records the learning rate that Adafactor has
+    scaled by the parameters.
+    """
+    rate = then.get("lr")
+    is_scaled = bool(now.get("scale_parameter")) and not isinstance(now.get("lr"), Tensor)
+    return "lr" if is_scaled and isinstance(rate, Tensor) and rate.dim() == 0 else None
+
+
+def membership_mismatches(then: Sequence[Group], now: Sequence[Group]) -> Iterator[Mismatch]:
+    """The parameters that are in another group than in the checkpoint."""
+    group_of = {name: index for index, group in enumerate(now) for name in group["params"]}
+    for index, group in enumerate(then):
+        for name in group["params"]:
+            here = group_of.get(name, index)
+            if here != index:
+                yield Mismatch(name, f"in param group {index}", f"in group {here}, as in this run")
+
+
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a param group without its parameters and their names."""
+    return {name: value for name, value in group.items() if name not in _MEMBERSHIP}

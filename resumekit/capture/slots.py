@@ -26,26 +26,25 @@ from resumekit.capture.fsdp1 import (
     require_no_flat_parameters,
 )
 from resumekit.capture.model import (
-    RANK_BUFFERS,
     ModelState,
-    NamedTensors,
-    RankBuffers,
     address_of,
     by_class_and_ordinal,
     by_key,
     clean_names,
     modules_in,
 )
+from resumekit.capture.named_tensors import RANK_BUFFERS, NamedTensors, RankBuffers
 from resumekit.capture.nested_state import leaves
 from resumekit.capture.objects import ObjectState, ScalerState
 from resumekit.capture.optimizer import OptimizerState
 from resumekit.capture.scheduler import SchedulerState
+from resumekit.capture.stacking import StackedByRank
 from resumekit.capture.user_state.attributes import Holder
 from resumekit.capture.user_state.exclusions import trained_parameters
 from resumekit.capture.user_state.user_state import UserState
 from resumekit.distributed import ranks_of
 from resumekit.errors import DeclarationError
-from resumekit.serialization.sharding import StackedByRank, is_sharded, local_part
+from resumekit.serialization.sharding import is_sharded, local_part
 from resumekit.state import (
     CaptureLine,
     ComponentState,
@@ -167,7 +166,10 @@ def stack_own_tensors(component: StateComponent, ranks: StackedByRank) -> bool:
     if component.process_group is not None or type(state) not in (ModelState, OptimizerState):
         return False
     assert isinstance(state, ModelState | OptimizerState)
-    return state.stack(ranks)
+    state.stacked = ranks
+    if isinstance(state, ModelState):
+        return bool(ranks.parts(dict(state.module.named_parameters())))
+    return bool(ranks.parts(state.named_parameters() or {}))
 
 
 def _is_sharded(stateful: ComponentState) -> bool:

@@ -147,7 +147,7 @@ class FittedPosition:
 
 @dataclass(frozen=True)
 class PositionFit:
-    """A checkpoint's position, held against the loader that is to take it up.
+    """A checkpoint's position, compared with the loader that continues from it.
 
     Args:
         state: the saved position.

@@ -286,8 +286,8 @@ class Source(ABC):
         """A line for each torch generator whose seed differs; its restored state is used."""
         # sentence-transformers 5 sampler.py SetEpochMixin: the seed of an epoch is seed + epoch.
         samplers = self.traits.samplers.values()
-        told = [each for each in samplers if callable(getattr(each, "set_epoch", None))]
-        by_epoch = {id(each) for one in told for each in private_generators(one).values()}
+        with_epoch = [each for each in samplers if callable(getattr(each, "set_epoch", None))]
+        by_epoch = {id(each) for one in with_epoch for each in private_generators(one).values()}
         for name, generator in self.private.items():
             state = saved.get(name)
             if isinstance(generator, torch.Generator) and isinstance(state, torch.Tensor):

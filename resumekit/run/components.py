@@ -18,6 +18,7 @@ from resumekit.capture.gradients import AccumulatedGradients, gradient_states, r
 from resumekit.capture.objects import Extras
 from resumekit.capture.optimizer import OptimizerState
 from resumekit.capture.slots import parameter_components, stack_own_tensors
+from resumekit.capture.stacking import StackedByRank
 from resumekit.capture.user_state.attributes import Holder, ValueSlot
 from resumekit.capture.user_state.user_state import UserState
 from resumekit.capture.user_state.value_types import is_user_object
@@ -31,7 +32,6 @@ from resumekit.run.options import Options, is_per_rank, names_component
 from resumekit.run.progress import BestSelection, Counters
 from resumekit.run.randomness import RandomState
 from resumekit.serialization.planning import encode_local
-from resumekit.serialization.sharding import StackedByRank
 from resumekit.state import (
     SharingPattern,
     Slot,

@@ -127,30 +127,6 @@ class FlatPart:
         return memory.reshape(-1)[begin : begin + self.local.numel()].clone()
 
 
-@dataclass(frozen=True)
-class StackedByRank:
-    """Stores tensors of which each rank has its own as one, with a first dimension of the ranks.
-
-    Args:
-        rank: this rank, its index in that dimension.
-        num_ranks: the size of the dimension.
-    """
-
-    rank: int
-    num_ranks: int
-
-    def part(self, tensor: Tensor) -> FlatPart:
-        """This rank's tensor as a part of that of all ranks; the same memory if contiguous."""
-        shape = torch.Size((self.num_ranks, *tensor.shape))
-        return FlatPart(shape, self.rank * tensor.numel(), tensor.detach().reshape(-1))
-
-    def unstacked(self, stacked: Any) -> Any:
-        """The tensor of this rank, from its part or from that of all ranks; others as they are."""
-        if isinstance(stacked, FlatPart):
-            return stacked.local.view(stacked.shape[1:])
-        return stacked[self.rank] if isinstance(stacked, Tensor) else stacked
-
-
 def _boxes_in_range(shape: tuple[int, ...], begin: int, end: int) -> tuple[Box, ...]:
     """The rest of a row, whole rows, and the beginning of one; each row like the whole."""
     if begin == end:

@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DataParallel
 
-from resumekit.capture.model import ModelState, RankBuffers
+from resumekit.capture.model import ModelState
+from resumekit.capture.named_tensors import RankBuffers
 from resumekit.errors import StateMismatchError
 
 

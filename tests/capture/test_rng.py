@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from resumekit.capture.model import ModelState, RankBuffers
+from resumekit.capture.model import ModelState
+from resumekit.capture.named_tensors import RankBuffers
 from resumekit.capture.rng import RngState, generator_state, set_generator_state, states_of_new_rank
 from resumekit.errors import DeclarationError, InvalidStateError, StateMismatchError
 from resumekit.state import WorldChange

@@ -8,7 +8,7 @@ from typing import Any
 
 from resumekit.capture.ddp_buckets import GRADIENT_BUCKETS
 from resumekit.capture.fingerprint import SettingChange, Severity
-from resumekit.capture.model import RANK_BUFFERS
+from resumekit.capture.named_tensors import RANK_BUFFERS
 from resumekit.capture.nested_state import is_same_class
 from resumekit.capture.scheduler import SchedulerState
 from resumekit.errors import DriftError, StateMismatchError
