@@ -8,8 +8,9 @@ step) must be complete, and at least one launch must have resumed.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isclose
 from pathlib import Path
@@ -131,10 +132,19 @@ def _constant(pairs: Iterable[tuple[_Key, str]]) -> frozenset[_Key]:
     return frozenset(key for key, values in seen.items() if len(values) == 1)
 
 
-def values_before_the_first_kill(processes: Iterable[TracedProcess]) -> dict[Leaf, str]:
-    """The values in the first checkpoint of a run; empty when it resumed before it wrote one."""
+def values_before_the_first_kill(processes: Sequence[TracedProcess]) -> dict[Leaf, str]:
+    """The values in the first checkpoint of a run.
+
+    Where the run was killed before that was recorded, only the steps confirm what was restored: of
+    generators that have one state in all of them.
+    """
     first = next(records_of(processes, RESUMED, CHECKPOINT), None)
-    return {} if first is None or first.kind == RESUMED else dict(_own_leaves(first))
+    values = {} if first is None else dict(_own_leaves(first))
+    if first is None or first.kind == CHECKPOINT:
+        return values
+    idle = idle_generators(processes) if any(records_of(processes[:1], STEP)) else frozenset()
+    of_generators = ((leaf, each) for leaf, each in values.items() if leaf[0] in (RNG, DATA))
+    return {leaf: each for leaf, each in of_generators if idle & {*re.split("[^a-z]+", leaf[1])}}
 
 
 def with_own_values(expected: Moment, own_values: Mapping[Leaf, str]) -> Moment:

@@ -342,15 +342,31 @@ def test_what_each_run_has_of_its_own_must_still_be_restored(tmp_path: Path) -> 
     assert (found.found, found.expected) == ("a third", "another")
 
 
-def test_before_the_first_checkpoint_nothing_is_the_run_s_own(tmp_path: Path) -> None:
-    """Killed after the commit, before it was traced: nothing confirms what was restored."""
-    write_launch(tmp_path / "reference", 0, with_idle_state(reference_records(), "one"))
-    write_launch(tmp_path / "candidate", 0, with_idle_state([step(1), step(2)], "another"))
+@pytest.mark.parametrize(
+    ("after_the_kill", "has_extras", "component"),
+    [("another", False, None), ("another", True, "extras"), ("a third", False, "rng")],
+)
+def test_a_run_that_is_killed_before_its_first_checkpoint_is_recorded(
+    tmp_path: Path, after_the_kill: str, has_extras: bool, component: str | None
+) -> None:
+    """The steps confirm which generators were restored; nothing confirms other constants."""
     rest = [state("resumed", 2), *reference_records()[3:]]
-    write_launch(tmp_path / "candidate", 1, with_idle_state(rest, "another"))
+    launches = {
+        ("reference", 0): with_idle_state(reference_records(), "one"),
+        ("candidate", 0): with_idle_state([step(1), step(2)], "another"),
+        ("candidate", 1): with_idle_state(rest, after_the_kill),
+    }
+    for (name, launch), records in launches.items():
+        for record in records:
+            if not has_extras and record["kind"] != "step":
+                del record["components"]["extras"]
+        write_launch(tmp_path / name, launch, records)
     found = compare(tmp_path / "reference", tmp_path / "candidate").divergence
-    assert found is not None
-    assert (found.step, found.event, found.component) == (2, "resumed", "extras")
+    if component is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert (found.step, found.event, found.component) == (2, "resumed", component)
 
 
 def test_constant_weights_are_not_the_run_s_own(reference: Path, tmp_path: Path) -> None:
