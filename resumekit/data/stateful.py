@@ -74,9 +74,9 @@ class StatefulSource(Source):
     def fidelity(self) -> tuple[Fidelity, str]:
         workers = self.traits.num_workers
         if workers:
-            return Fidelity.EQUIVALENT, (
-                f"the state_dict() of {self._holder} may lack the random numbers of its {workers} "
-                "workers; with num_workers=0 it need not have them"
+            return Fidelity.UNKNOWN, (
+                f"the state_dict() of {self._holder} is not tried with {workers} workers, and may "
+                "lack their position or random numbers; with num_workers=0 it is tried"
             )
         if self._unknown:
             return Fidelity.UNKNOWN, self._unknown
@@ -91,13 +91,16 @@ class StatefulSource(Source):
         return (*super().saved_objects(), *(e for e in parts if isinstance(e, Stateful)))
 
     def begin(self, epoch: int) -> None:
-        announce_epoch(self._iterated, epoch)
         pending = self._take_pending(epoch)
+        is_loaded = pending is not None and pending["loader"] is not None
+        # A dataset with a state of its own has its epoch in that: litdata 0.2.76 counts from 1.
+        has_epoch = is_loaded and not self.traits.is_torchdata
+        has_epoch = has_epoch and isinstance(self.traits.dataset, Stateful)
+        announce_epoch(self._iterated, epoch, with_dataset=not has_epoch)
         if not self._ever_begun and (self._num_trials or self.traits.is_node_loader):
             self._keep_unused()
         elif self._num_trials:
             self._expected = self._try_to_resume()
-        is_loaded = pending is not None and pending["loader"] is not None
         if pending is not None and is_loaded:
             self._load(pending)
         self._start = self._rng.state_dict()
