@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypedDict
 
 import torch
@@ -23,7 +25,11 @@ from resumekit.adapters.transformers.arguments import (
 )
 from resumekit.adapters.transformers.user_state import lost_of_trl, trl_components, without_times
 from resumekit.capture.ddp_buckets import buckets_of
-from resumekit.capture.model import by_class_and_ordinal, frozen_parameters
+from resumekit.capture.model import (
+    ADAPTER_NAMES,
+    by_class_and_ordinal,
+    frozen_parameters,
+)
 from resumekit.capture.nested_state import OneNumber
 from resumekit.capture.objects import AttributeState
 from resumekit.capture.optimizer import OptimizerState
@@ -246,7 +252,7 @@ def trainer_components(
     fidelity, reason = _fidelity(trainer)
     common: Any = {"sharing_pattern": _PER_RANK, "framework": _TRAINER}
     return (
-        *(with_files(each, trainer.model) for each in components),
+        *(with_files(each, trainer.model, trainer.processing_class) for each in components),
         *buckets_of(trainer.model_wrapped),
         StateComponent(state.key, state, **common),
         StateComponent(sums.key, sums, fidelity=fidelity, reason=reason, **common),
@@ -280,29 +286,50 @@ def _fidelity(trainer: Any) -> tuple[Fidelity, str]:
 # ---------------------------------------------------------------- files for other tools
 
 
-def with_files(component: StateComponent, model: nn.Module) -> StateComponent:
-    """The component; the Trainer's model with its configuration files."""
+def with_files(component: StateComponent, model: nn.Module, processor: Any) -> StateComponent:
+    """The component; the Trainer's model with its configuration and its tokenizer's files."""
     if component.key != Slot.MODEL.value:
         return component
     is_whole = component.sharing_pattern is SharingPattern.REPLICATED
     inner = private.FSDP1_MODULE.of(model)
     model = model if inner is None else inner
-    return replace(component, files=lambda: _files(model, is_whole=is_whole))
+    read = cache(partial(_processor_files, processor))  # training changes none of them
+
+    def files() -> Mapping[str, bytes]:
+        names = None if is_whole else [*component.state.state_dict()]
+        return {**read(), **_files(model, names)}
+
+    return replace(component, files=files)
 
 
-def _files(model: Any, *, is_whole: bool) -> Mapping[str, bytes]:
-    """The files by name; of a sharded model only what an export adds to its weights."""
+def _processor_files(processor: Any) -> Mapping[str, bytes]:
+    """Those of a tokenizer, or of another processing class, as ``save_pretrained`` writes them."""
+    if not hasattr(processor, "save_pretrained"):
+        return {}
+    with TemporaryDirectory() as folder:
+        processor.save_pretrained(folder)
+        written = [each for each in Path(folder).iterdir() if each.is_file()]
+        return {each.name: each.read_bytes() for each in written}
+
+
+def _files(model: Any, names: Sequence[str] | None) -> Mapping[str, bytes]:
+    """The files by name; of a sharded model only what an export adds to its weights.
+
+    Args:
+        model: that has the weights.
+        names: of the weights of a sharded one.
+    """
     files: dict[str, bytes] = {}
     if isinstance(model, PreTrainedModel):
         files.update(_configurations(model))
-    if is_whole:
+    if names is None:
         # transformers 5.23 utils/hub.py get_checkpoint_shard_files: an index may name any file.
         frozen = dict.fromkeys(frozen_parameters(model), _FROZEN_WEIGHTS)
         weight_map = {**dict.fromkeys(model.state_dict(), _WEIGHTS), **frozen}
         index = {"metadata": {}, "weight_map": weight_map}
         files["model.safetensors.index.json"] = json.dumps(index, indent=2).encode()
-        if hasattr(model, "peft_config"):
-            files.update(_adapter(model))
+    if hasattr(model, "peft_config"):
+        files.update(_adapter(model, names))
     return files
 
 
@@ -317,18 +344,23 @@ def _configurations(model: PreTrainedModel) -> Mapping[str, bytes]:
     return {name: text.encode() for name, text in texts.items()}
 
 
-def _adapter(model: Any) -> Mapping[str, bytes]:
-    """The adapter that is trained, as peft 0.21 ``PeftModel.save_pretrained`` writes it."""
+def _adapter(model: Any, names: Sequence[str] | None) -> Mapping[str, bytes]:
+    """The adapter that is trained, as peft 0.21 ``PeftModel.save_pretrained`` writes it.
+
+    Of a sharded one the names of its parameters, by those in its file.
+    """
     from peft import get_peft_model_state_dict
 
     name = model.active_adapters[0]
-    weights = get_peft_model_state_dict(model, adapter_name=name)
     config = deepcopy(model.peft_config[name])
     config.inference_mode = True
-    return {
-        "adapter_model.safetensors": save(
-            {key: value.detach().cpu().clone() for key, value in weights.items()},
-            metadata={"format": "pt"},
-        ),
-        "adapter_config.json": json.dumps(config.to_dict(), indent=2, default=sorted).encode(),
-    }
+    files = {"adapter_config.json": json.dumps(config.to_dict(), indent=2, default=sorted).encode()}
+    if names is None:
+        weights = get_peft_model_state_dict(model, adapter_name=name)
+        whole = {key: value.detach().cpu().clone() for key, value in weights.items()}
+        files["adapter_model.safetensors"] = save(whole, metadata={"format": "pt"})
+    elif not config.is_prompt_learning:
+        # Empty under FSDP1: peft looks for the names with which that wraps the modules.
+        adapter = get_peft_model_state_dict(model, {each: each for each in names}, name)
+        files |= {ADAPTER_NAMES: json.dumps(adapter, indent=2).encode()} if adapter else {}
+    return files

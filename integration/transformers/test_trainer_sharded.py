@@ -14,7 +14,8 @@ pytest.importorskip("deepspeed")
 import torch
 from safetensors.torch import load_file
 from trainer_sharded_workloads import train
-from transformers import AutoModelForCausalLM
+from trainer_workloads import causal, tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from resumekit.export import export_model
 from resumekit.storage.store import Store
@@ -73,3 +74,29 @@ def test_from_pretrained_opens_what_the_export_wrote(
     found = opened.state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(expected[key], value) for key, value in found.items())
+
+
+# peft 0.21 peft_model.py asks for a property that transformers 5.23 has renamed.
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
+@pytest.mark.full
+@pytest.mark.parametrize("sharding", ["FSDP2", "ZeRO-2"])
+def test_the_adapter_of_a_sharded_model_is_exported_with_the_tokenizer(
+    kit: Kit, tmp_path: Path, sharding: str
+) -> None:
+    peft = pytest.importorskip("peft")
+    options = {"sharding": sharding, "lora": True}
+    run = kit.run_again(kit.new_run(cell((), **options)))
+    assert not run.failure, run.failure
+    training = run.directory / "training"
+    store = Store(training / "run")
+    exported = tmp_path / "exported"
+    export_model(store.open_step(store.step_names()[0]), exported, to="pretrained")
+    assert not (exported / "model.safetensors").exists()
+    set_seed(0)  # the base has the weights that it had
+    found = peft.PeftModel.from_pretrained(causal(), exported).state_dict()
+    expected = load_file(training / "expected-0.safetensors")
+    assert any(each.count_nonzero() for name, each in expected.items() if "lora_B" in name)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(expected[key], value) for key, value in found.items())
+    opened = AutoTokenizer.from_pretrained(exported)
+    assert opened("7 8 9") == tokenizer()("7 8 9")

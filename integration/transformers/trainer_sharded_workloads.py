@@ -11,7 +11,7 @@ from accelerate.state import DistributedType, PartialState
 from safetensors.torch import save_file
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from trainer_workloads import Sentences, causal
+from trainer_workloads import Sentences, causal, tokenizer, with_lora
 from transformers import Trainer, TrainingArguments, set_seed
 from transformers_workloads import BATCH_SIZE
 
@@ -54,8 +54,9 @@ def train(
     accumulate: int = 1,
     evaluate: str = "no",
     epochs: int = 2,
+    lora: bool = False,
 ) -> None:
-    """Trains with dropout and AdamW on two ranks."""
+    """Trains with dropout and AdamW on two ranks; with ``lora`` an adapter of PEFT."""
     set_seed(0)
     stage = int(sharding[-1]) if sharding.startswith("ZeRO-") else None
     deepspeed: dict[str, Any] = {
@@ -84,8 +85,9 @@ def train(
     )
     kinds = {"FSDP1": OnCpuFirst, "FSDP2": OnCpu}
     trainer = kinds.get(sharding, Trainer)(
-        causal(),
+        with_lora() if lora else causal(),
         arguments,
+        processing_class=tokenizer() if lora else None,
         train_dataset=Sentences(lambda tokens: tokens),
         eval_dataset=Sentences(lambda tokens: tokens),
     )

@@ -256,6 +256,9 @@ REMEDY = "Build the model as it was when the checkpoint was written"
 TRAINED_IN = "trained_in"
 IN_FP32 = "in_fp32"
 
+# A file beside the weights of a sharded model: what PEFT calls each parameter of the adapter.
+ADAPTER_NAMES = "adapter_names.json"
+
 # Two more files cost more than to write so little again.
 _MIN_FROZEN_BYTES = 4 << 20
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from resumekit.capture.model import ADAPTER_NAMES
 from resumekit.errors import StateMismatchError
 from resumekit.export.weights import Tensors, Weights, batches_of
 from resumekit.serialization.index import header
@@ -23,7 +24,8 @@ from resumekit.serialization.leaves import buffers_of
 
 WEIGHTS = "model.safetensors"
 ADAPTER = "adapter_model.safetensors"
-_DESCRIPTION = ("config.json", "generation_config.json", "adapter_config.json", ADAPTER)
+# In the folder of a component: the tensors of each rank, and what says where a tensor is.
+_OF_TENSORS = ("rank-", "index", "model.safetensors.index")
 
 
 def _safetensors(path: Path, weights: Weights, max_bytes: int | None) -> None:
@@ -47,7 +49,7 @@ def _safetensors(path: Path, weights: Weights, max_bytes: int | None) -> None:
 
 
 def _pretrained(path: Path, weights: Weights, max_bytes: int | None) -> None:
-    """What ``from_pretrained`` opens: the weights, and the configuration that the step has.
+    """What ``from_pretrained`` opens: the weights, configuration and tokenizer that the step has.
 
     Of a model with an adapter only the adapter, if the step has it as PEFT writes it.
 
@@ -55,14 +57,22 @@ def _pretrained(path: Path, weights: Weights, max_bytes: int | None) -> None:
         StateMismatchError: it has none.
     """
     step, files = weights.step, model_files(weights)
-    if not files.keys() & {"config.json", ADAPTER}:
+    names = json.loads(files.pop(ADAPTER_NAMES, b"{}"))
+    if not names and not files.keys() & {"config.json", ADAPTER}:
         raise StateMismatchError(
             f"{step.name}: {weights.record.key}",
             found="no config.json",
             expected="the model of a Trainer, a PreTrainedModel",
             remedy="Export it as safetensors",
         )
-    write_model(path, weights, max_bytes, files)
+    if not names:
+        write_model(path, weights, max_bytes, files)
+        return
+    path.mkdir()
+    adapter = weights.renamed(names)
+    one_file(path / ADAPTER, adapter, [*adapter.sizes])
+    for name, content in files.items():
+        write_bytes(path / name, content)
 
 
 def write_model(
@@ -162,11 +172,11 @@ def mapped(path: Path, weights: Tensors) -> Iterator[dict[str, Tensor]]:
 
 
 def model_files(weights: Weights) -> dict[str, bytes]:
-    """The files beside the weights that describe the model, and its adapter, by name."""
+    """The files beside the weights, of the model, its adapter and its tokenizer, by name."""
     files: dict[str, bytes] = {}
     for entry in weights.step.manifest.files:
         folder, _, name = entry.path.rpartition("/")
-        if folder == weights.record.directory and name in _DESCRIPTION:
+        if folder == weights.record.directory and not name.startswith(_OF_TENSORS):
             with weights.step.file(entry.path) as reader:
                 files[name] = bytes(reader.read())
     return files

@@ -87,6 +87,11 @@ class Tensors:
         names = {n: first.setdefault(id(tensor), n) for n, tensor in self._tensors.items()}
         return {name: other for name, other in names.items() if name != other}
 
+    def renamed(self, names: Mapping[str, str]) -> Tensors:
+        """Some of them: by new names, those of the tensors."""
+        types = {new: self._types[old] for new, old in names.items()}
+        return Tensors({new: self._tensors[old] for new, old in names.items()}, types)
+
     @property
     def untied(self) -> list[str]:
         """The names, of several ones of a tensor the first."""
