@@ -230,7 +230,7 @@ def test_a_training_that_waits_for_its_mirror_is_seen_to_wait(
     assert float(text.split("longest ")[1].split()[0]) > LONGEST_STEP_SECONDS
 
 
-@pytest.mark.quick("s3")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["s3", "sftp"])
 def test_a_server_that_is_killed_and_restarted_has_all_copies_in_the_end(
     kind: str, serve: Callable[[str], Server], tmp_path: Path, reference: str

@@ -32,6 +32,7 @@ def _train(directory: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
             checkpointer.step()
+            time.sleep(0.02)  # a checkpoint lives longer than `diff` reads two on a slow machine
 
 
 @pytest.fixture(scope="module")
