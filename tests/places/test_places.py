@@ -128,14 +128,15 @@ def test_a_wiped_run_continues_bit_for_bit_from_its_newest_copy(kind: str, tmp_p
     reference = train(tmp_path / "reference")
     train(tmp_path / "a", stop_at=4, mirror=place)
     run_id = Store(tmp_path / "a").recorded_run_id()
-    assert names_in(place) == [4, 2]
+    assert names_in(place)[0] == 4
     shutil.rmtree(tmp_path / "a")
     assert torch.equal(train(tmp_path / "a", mirror=place), reference)
     assert Store(tmp_path / "a").recorded_run_id() == run_id
-    assert names_in(place) == [6, 4]
+    assert names_in(place)[0] == 6
 
 
 def test_a_copy_has_the_bytes_of_the_original(tmp_path: Path) -> None:
+    train(tmp_path / "a", stop_at=4, mirror=tmp_path / "place")  # the end waits for the copy
     train(tmp_path / "a", mirror=tmp_path / "place")
     for step in ("step-00000004", "step-00000006"):
         original = tmp_path / "a" / step
