@@ -14,7 +14,7 @@ from pathlib import Path
 
 from resumekit.errors import ConfigurationError
 from resumekit.export.formats import IN_SHARDS, WRITERS
-from resumekit.export.stored_run import Options, StoredRun
+from resumekit.export.stored_run import ExportOptions, StoredRun
 from resumekit.export.trainings import TRAININGS
 from resumekit.export.weights import DTYPES, KINDS, MODEL, Weights
 from resumekit.storage.manifest import StepReader
@@ -118,7 +118,7 @@ def export_training(
         StateMismatchError: the format cannot have what the checkpoint has.
     """
     _require_one_of("to", to, (*TRAININGS,))
-    options = Options(max_shard_bytes, ranks, stage)
+    options = ExportOptions(max_shard_bytes, ranks, stage)
     for name, formats in OPTIONS.items():
         if getattr(options, name) is not None:
             _require_one_of(f"to with {name}", to, formats)

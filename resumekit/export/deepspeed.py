@@ -20,7 +20,7 @@ from resumekit.capture.nested_state import is_same
 from resumekit.capture.optimizer import by_position
 from resumekit.errors import ConfigurationError, StateMismatchError
 from resumekit.export.formats import Joined, mapped, save_state, write_bytes
-from resumekit.export.stored_run import Options, StoredRun
+from resumekit.export.stored_run import ExportOptions, StoredRun
 from resumekit.export.weights import AS_TRAINED
 from resumekit.state import Slot
 
@@ -37,14 +37,14 @@ _SUB_GROUP = 10**9  # elements; zero/config.py sub_group_size
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 
 
-class _LossScaler:
+class _StaticScale:
     """What is written as an object of DeepSpeed."""
 
     def __init__(self, **values: Any) -> None:
         vars(self).update(values)
 
 
-class _DynamicLossScaler(_LossScaler): ...
+class _DynamicScale(_StaticScale): ...
 
 
 # Python's own pickler: the one in C imports a class before it writes its name.
@@ -55,8 +55,9 @@ class _Pickler(_PICKLER):  # type: ignore[misc]
     """Writes the names of DeepSpeed's classes, without DeepSpeed."""
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
-        if obj in (_LossScaler, _DynamicLossScaler):
-            self.write(f"cdeepspeed.runtime.fp16.loss_scaler\n{obj.__name__[1:]}\n".encode())
+        if obj in (_StaticScale, _DynamicScale):
+            name = "LossScaler" if obj is _StaticScale else "DynamicLossScaler"
+            self.write(f"cdeepspeed.runtime.fp16.loss_scaler\n{name}\n".encode())
             self.memoize(obj)
         else:
             super().save_global(obj, name)
@@ -75,7 +76,7 @@ class _Flat(NamedTuple):
     names: tuple[str, ...]
 
 
-def write_tag(path: Path, run: StoredRun, options: Options) -> None:
+def write_tag(path: Path, run: StoredRun, options: ExportOptions) -> None:
     """What ``engine.load_checkpoint`` opens: one tag, and the file that names it."""
     optimizer, scheduler = run.only(Slot.OPTIMIZER), run.only(Slot.LR_SCHEDULER)
     if optimizer is None:
@@ -123,7 +124,7 @@ def write_tag(path: Path, run: StoredRun, options: Options) -> None:
 class _Tag:
     """The files that engines of a stage and a number of ranks save."""
 
-    def __init__(self, run: StoredRun, options: Options) -> None:
+    def __init__(self, run: StoredRun, options: ExportOptions) -> None:
         self.run, self.name = run, str(run.step.name)
         described: Any = run.step.manifest.fingerprint
         self.config: dict[str, Any] = described.get(_COUNTERS, {}).get("config", {})
@@ -217,7 +218,7 @@ class _Tag:
             zero = {
                 "zero_stage": self.stage,
                 "loss_scaler": self.scaler,
-                "dynamic_loss_scale": isinstance(self.scaler, _DynamicLossScaler),
+                "dynamic_loss_scale": isinstance(self.scaler, _DynamicScale),
                 "overflow": False,
                 **_VERSION,
             }
@@ -251,7 +252,7 @@ class _Tag:
         scale = {name: value for name, value in vars(self.scaler).items() if name in _SCALE}
         return {
             **{"cur_iter": 0, **scale},
-            "dynamic_loss_scale": isinstance(self.scaler, _DynamicLossScaler),
+            "dynamic_loss_scale": isinstance(self.scaler, _DynamicScale),
             "optimizer_state_dict": state,
             "fp32_groups": [[weights[name] for name in group] for group in groups],
         }
@@ -344,7 +345,7 @@ class _Tag:
             begin -= len(each)
         return [*found, flat[0].new_zeros(length - sum(map(len, found)))]
 
-    def _scaler(self) -> _LossScaler:
+    def _scaler(self) -> _StaticScale:
         """The loss scaler, with what the configuration says of it."""
         key = self.run.only(Slot.GRAD_SCALER)
         state = {} if key is None else self.run.state(key)
@@ -354,7 +355,7 @@ class _Tag:
         fp16 = self.config.get("fp16", {})
         static = fp16.get("loss_scale", 0) if self.precision == "fp16" else 1.0
         if static:
-            return _LossScaler(cur_scale=static, dynamic=False)
+            return _StaticScale(cur_scale=static, dynamic=False)
         # fp16/loss_scaler.py DynamicLossScaler, precision_config.py dynamic_loss_scale_args
         hysteresis = fp16.get("hysteresis", 2)
         values = {
@@ -371,4 +372,4 @@ class _Tag:
             "dynamic": True,
             "dtype": torch.half,
         }
-        return _DynamicLossScaler(**{**values, **state})
+        return _DynamicScale(**{**values, **state})

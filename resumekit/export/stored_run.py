@@ -34,7 +34,7 @@ from resumekit.storage.manifest import ComponentRecord, StepReader
 
 
 @dataclass(frozen=True)
-class Options:
+class ExportOptions:
     """What was given for a format; None for what was not.
 
     Args:

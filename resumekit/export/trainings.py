@@ -17,11 +17,11 @@ from resumekit.export.formats import (
     write_bytes,
     write_model,
 )
-from resumekit.export.stored_run import Options, StoredRun
+from resumekit.export.stored_run import ExportOptions, StoredRun
 from resumekit.state import Slot
 
 
-def _accelerate(path: Path, run: StoredRun, _: Options) -> None:
+def _accelerate(path: Path, run: StoredRun, _: ExportOptions) -> None:
     """What ``accelerator.load_state`` opens.
 
     Source: accelerate 1.15 checkpointing.py load_accelerator_state, accelerator.py load_state.
@@ -69,7 +69,7 @@ def _accelerate(path: Path, run: StoredRun, _: Options) -> None:
     )
 
 
-def _trainer(path: Path, run: StoredRun, options: Options) -> None:
+def _trainer(path: Path, run: StoredRun, options: ExportOptions) -> None:
     """What ``Trainer.train(resume_from_checkpoint=...)`` opens.
 
     Source: transformers 5.23 trainer.py _load_from_checkpoint, _load_optimizer_and_scheduler,
@@ -129,7 +129,7 @@ def _trainer_state(run: StoredRun) -> dict[str, Any]:
     return {**{n: each for n, each in stored.items() if n != "intervals"}, **intervals}
 
 
-def _lightning(path: Path, run: StoredRun, _: Options) -> None:
+def _lightning(path: Path, run: StoredRun, _: ExportOptions) -> None:
     """The file that ``trainer.fit(ckpt_path=...)`` and ``load_from_checkpoint`` open.
 
     Source: lightning 2.6 trainer/connectors/checkpoint_connector.py dump_checkpoint.
@@ -225,7 +225,7 @@ def _counted(progress: Mapping[str, int]) -> dict[str, Any]:
 
 
 # What each format is written by: the path, the run, and what was given for it.
-TRAININGS: Mapping[str, Callable[[Path, StoredRun, Options], None]] = {
+TRAININGS: Mapping[str, Callable[[Path, StoredRun, ExportOptions], None]] = {
     "accelerate": _accelerate,
     "trainer": _trainer,
     "lightning": _lightning,

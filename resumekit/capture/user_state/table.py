@@ -26,7 +26,7 @@ NODE_SEQUENCES: dict[str, Any] = {each.__name__: each for each in (*SEQUENCES, *
 NODE_MAPPINGS: dict[str, Any] = {each.__name__: each for each in MAPPINGS}
 
 
-class _Form(NamedTuple):
+class _NodeForm(NamedTuple):
     """The fields of a kind of node.
 
     Args:
@@ -43,20 +43,20 @@ class _Form(NamedTuple):
     data_type: Any = str
 
 
-_FORMS: dict[Any, _Form] = {
-    "live": _Form(1),
-    **dict.fromkeys(("code", "device", "dtype", "named", "size"), _Form(2)),
-    "array": _Form(2, data=1, data_type=np.ndarray),
-    "data": _Form(2, data=1, data_type=object),
-    **dict.fromkeys(("elsewhere", "enum", "object"), _Form(3)),
-    **dict.fromkeys(("buffer", "shared"), _Form(3, data=2, data_type=bytes)),
-    **dict.fromkeys(("generator", "stateful"), _Form(3, data=2, data_type=object)),
-    **dict.fromkeys(NODE_SEQUENCES, _Form(3, (1,))),
-    **dict.fromkeys(("call", "constant", "objects", "parts"), _Form(3, (2,))),
-    **dict.fromkeys(("copy", "new"), _Form(4)),
-    **dict.fromkeys(NODE_MAPPINGS, _Form(4, (1, 2))),
-    **dict.fromkeys(("namedtuple", "reduced"), _Form(4, (3,))),
-    **dict.fromkeys(("tensor", "parameter"), _Form(5, (4,), data=1, data_type=torch.Tensor)),
+_FORMS: dict[Any, _NodeForm] = {
+    "live": _NodeForm(1),
+    **dict.fromkeys(("code", "device", "dtype", "named", "size"), _NodeForm(2)),
+    "array": _NodeForm(2, data=1, data_type=np.ndarray),
+    "data": _NodeForm(2, data=1, data_type=object),
+    **dict.fromkeys(("elsewhere", "enum", "object"), _NodeForm(3)),
+    **dict.fromkeys(("buffer", "shared"), _NodeForm(3, data=2, data_type=bytes)),
+    **dict.fromkeys(("generator", "stateful"), _NodeForm(3, data=2, data_type=object)),
+    **dict.fromkeys(NODE_SEQUENCES, _NodeForm(3, (1,))),
+    **dict.fromkeys(("call", "constant", "objects", "parts"), _NodeForm(3, (2,))),
+    **dict.fromkeys(("copy", "new"), _NodeForm(4)),
+    **dict.fromkeys(NODE_MAPPINGS, _NodeForm(4, (1, 2))),
+    **dict.fromkeys(("namedtuple", "reduced"), _NodeForm(4, (3,))),
+    **dict.fromkeys(("tensor", "parameter"), _NodeForm(5, (4,), data=1, data_type=torch.Tensor)),
 }
 
 
@@ -161,7 +161,7 @@ def _table_of(state: Mapping[str, Any]) -> tuple[Any, list[Any]]:
     return nodes, data
 
 
-def _kind_of(node: Any) -> tuple[Any, _Form | None]:
+def _kind_of(node: Any) -> tuple[Any, _NodeForm | None]:
     kind = node[0] if isinstance(node, list) and node else None
     return kind, _FORMS.get(kind) if isinstance(kind, str) else None
 
