@@ -62,8 +62,9 @@ print(f"Python {python_version()}", *(f"{name} {version(name)}" for name in name
 
 @nox.session
 def checks(session: nox.Session) -> None:
-    """``lint``, ``types`` and ``package`` side by side: each one alone leaves a core idle."""
-    _side_by_side(session, *(("nox", "-s", name) for name in ("lint", "types", "package")))
+    """``lint``, ``types``, ``package``, ``docs``, two at a time: one alone leaves a core idle."""
+    names = ("lint", "types", "package", "docs")
+    _side_by_side(session, *(("nox", "-s", name) for name in names))
 
 
 def _side_by_side(session: nox.Session, *commands: tuple[str, ...]) -> None:
@@ -89,8 +90,14 @@ def types(session: nox.Session) -> None:
         ("mypy",),
         ("pyright", "--pythonpath", PYTHON),
         ("mypy", "--config-file", "tests/mypy.ini"),
-        ("mypy", "--config-file", "integration/mypy.ini", "integration", "benchmarks"),
+        ("mypy", "--config-file", "integration/mypy.ini", "integration", "benchmarks", "docs"),
     )
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The site, in ``build/site``: each warning is an error, links and anchors included."""
+    session.run(PYTHON, "-m", "mkdocs", "build", env={"NO_MKDOCS_2_WARNING": "1"})
 
 
 @nox.session

@@ -1,4 +1,4 @@
-"""Writes docs/reliability.md from the records of ``nox -s full`` and ``nox -s soak``.
+"""Writes docs/explanation/reliability.md from the records of ``nox -s full`` and ``nox -s soak``.
 
 ``python benchmarks/reliability.py`` writes the page, ``--check`` fails where it is another one. A
 test counts its faults by pytest's ``record_property("fault, variant", "number: details")``; the
@@ -18,7 +18,7 @@ from soak import rows_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = ROOT / "docs" / "explanation" / "reliability.md"
 
 # Measured once, with the frameworks' own savers on the CPU; a record of each figure is not kept.
 VERSIONS = "torch 2.13.0, transformers 5.23.0, accelerate 1.15.0, lightning 2.6.6, deepspeed 0.19.8"
@@ -166,9 +166,9 @@ SECTIONS = (
 INTRODUCTION = f"""# Reliability
 
 By `python benchmarks/reliability.py`, from what tests counted; do not edit it. Each number is from
-a [record](../benchmarks/results) of `nox -s full`, whose tests fail if one of these faults costs
+a [record](../../benchmarks/results) of `nox -s full`, whose tests fail if one of these faults costs
 more than it may. *Survived* is what each section says. *Not run*: no record has it yet.
-[How it is proven](prove.md#how-this-library-is-tested) describes the means.
+[How it is proven](proof.md#how-this-library-is-tested) describes the means.
 
 The last column has the frameworks' own savers under the same fault, measured once, with
 {VERSIONS}:
@@ -182,7 +182,7 @@ LIMITS = """## Not tried
   sample of them where there are too many.
 - Network file systems with caches of their own (NFS, Lustre), and every system but Linux.
 - A full disk, or another number of ranks, for hours. The soak has both, for less than an hour.
-- Somebody who changes a checkpoint and its checksums: see [SECURITY.md](../SECURITY.md).
+- Somebody who changes a checkpoint and its checksums: see [SECURITY.md](../../SECURITY.md).
 """
 
 
@@ -320,7 +320,7 @@ def _each_once(values: Sequence[str]) -> str:
 
 
 def _link(record: Path) -> str:
-    return f"[{record.name[5:10]}](../benchmarks/results/{record.name})"
+    return f"[{record.name[5:10]}](../../benchmarks/results/{record.name})"
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -367,7 +367,7 @@ def _from_server(asked: Asked) -> Any:
     return asked.loader(shuffle=True, multiprocessing_context="forkserver")
 
 
-# What one loop goes over, by the name in docs/data.md.
+# What one loop goes over, by the name in docs/explanation/data.md.
 LOADERS: dict[str, Callable[[Asked], Any]] = {
     "shuffle=True": _shuffled(),
     "RandomSampler with a generator": _sampled(

@@ -66,7 +66,7 @@ BEGINS = {
     "deepspeed": [f"{SAVED_NAME} has no callbacks/deepspeed: it starts"],
 }
 
-# Its sampler orders each epoch by a seed of its own, see docs/contract.md.
+# Its sampler orders each epoch by a seed of its own, see docs/explanation/contract.md.
 SEEDED = "trainer"
 
 

@@ -24,7 +24,7 @@ _MIN_SECRET_CHARACTERS = 6
 
 @dataclass(frozen=True, repr=False)
 class Place:
-    """A further location for the checkpoints of a run. See docs/places.md.
+    """A further location for the checkpoints of a run. See docs/how-to/places.md.
 
     Args:
         url: a directory, or a URL that fsspec can open, e.g. ``"s3://bucket/run"``; or

@@ -146,7 +146,7 @@ def _nothing_attached(
         command,
         found=_NO_TRAINER,
         expected="a script of the Trainer or of Lightning",
-        remedy="Add the three lines of docs/quickstart.md to the loop, and leave --with-resumekit "
+        remedy="Add the two lines of docs/start/pytorch.md to the loop, and leave --with-resumekit "
         "out",
     )
 

@@ -87,30 +87,30 @@ class Options:
         mode: ``"min"`` or ``"max"``: which values of it are better.
         randomness: ``"tape"`` records the run's random numbers as they are; ``"keyed"`` seeds each
             sample and collation from a key, so that they are the same for any number of workers.
-            See docs/data.md.
+            See docs/explanation/data.md.
         strict: refuse at start a run of which any part would not be restored exactly.
         exclude: components (keys or slots) that a resume leaves as they are, with what belongs to
             them; recorded.
         allow_missing: components that the checkpoint may lack; they keep their live state.
         per_rank: components (keys or slots) of which each rank has its own state, e.g. an optimizer
-            that shards its moments by rank. See docs/contract.md.
+            that shards its moments by rank. See docs/explanation/contract.md.
         allow_changes: changes that a resume accepts: ``"horizon"``, ``"batch_size"``,
-            ``"world_size"``. See docs/data.md.
+            ``"world_size"``. See docs/explanation/data.md.
         rename: prefixes of parameter names that the run has changed, saved to live, e.g.
             ``{"model.": ""}``. Needed only where a part of the names has changed; used while the
-            checkpoint has the old names. See docs/contract.md.
+            checkpoint has the old names. See docs/explanation/contract.md.
         resume_from: the one checkpoint to start from, by name, e.g. ``"step-00000500"``.
         import_from: the path of a checkpoint that another program has written, e.g. a Trainer's
             ``checkpoint-500``: the run begins from it where its directory is empty. See
-            docs/imports.md.
+            docs/how-to/import.md.
         trust_import: make objects of any class that ``import_from`` holds, which runs code that it
-            names. See docs/imports.md.
+            names. See docs/how-to/import.md.
         on_save_error: ``"raise"``, or ``"warn"`` to log it and train on; the old checkpoint stays
             either way.
         on_full: what becomes of a save for which the disk or the quota is too small: ``"raise"``
             does as ``on_save_error`` says; ``"skip"`` leaves it out with a warning, unless it is
             the last one of the run; ``"prune"`` deletes the oldest checkpoints until it fits, never
-            the newest or the best. See docs/saving.md.
+            the newest or the best. See docs/how-to/saving.md.
         async_save: True copies the state at the safe point and writes it beside the training;
             ``"auto"`` does so where host memory has room for the copy. A failure is raised at a
             later safe point. See ``Checkpointer.wait``.
@@ -122,7 +122,7 @@ class Options:
             accumulation window: at its end, ``"boundary"``, or at the next batch, ``"gradients"``:
             what the window has summed up in ``.grad`` is then saved as well.
         leave_on: the signals that ask the run to leave: it saves at the next step boundary and
-            raises ``Preempted``. See docs/preemption.md.
+            raises ``Preempted``. See docs/how-to/preemption.md.
         agreement_timeout_seconds: how long a rank waits for the others at a save or a resume before
             it gives up with ``RankLostError``. A rank that has died is noticed at once.
         validate: how replicated state is compared between the ranks: ``"digest"`` at every save,
@@ -139,15 +139,15 @@ class Options:
         record_command: whether the manifest holds the command line; values of options that look
             like secrets are replaced by ``***``.
         lock: ``"posix"`` keeps a second job out of the run directory by a record lock; ``"none"``
-            is for file systems without such locks. See docs/format.md.
+            is for file systems without such locks. See docs/reference/format.md.
         places: further locations for copies of the checkpoints, beside the run directory: each a
             path, a URL, ``"memory"`` or a ``resumekit.Place``. A resume uses the newest copy that
-            verifies in any of them. See docs/places.md.
+            verifies in any of them. See docs/how-to/places.md.
         mirror: one of them, e.g. ``"s3://bucket/run"``.
         mirror_flush: how long the end of a launch waits at most for its newest checkpoint to be
             copied to all places, e.g. ``"60s"``.
         trackers: ``"continue"`` lets TensorBoard and other trackers show one run after a resume,
-            with each row once; ``"off"`` leaves them as they are. See docs/trackers.md.
+            with each row once; ``"off"`` leaves them as they are. See docs/how-to/trackers.md.
     """
 
     save_every: int | str | None = "auto"
@@ -281,7 +281,7 @@ def _unknown(name: str) -> ConfigurationError:
     known = [*(item.name for item in fields(Options)), *_ARGUMENTS]
     if name in _ARGUMENTS:
         return ConfigurationError(name, found="not an argument under this adapter")
-    listed = "The options are listed in docs/quickstart.md and by help(resumekit.run.Options)"
+    listed = "The options are listed in docs/reference/options.md and by help(resumekit.run.Options)"
     return ConfigurationError(
         name, found="not an option", remedy=did_you_mean(name, known) or listed
     )

@@ -1,4 +1,4 @@
-"""One save, in order, from the agreement of the ranks to the commit; docs/format.md has the files.
+"""One save, in order, from the agreement of the ranks to the commit; docs/reference/format.md has the files.
 
 ``DueSaves`` calls ``finish``, then ``save``, on every rank at the same safe point.
 

@@ -10,7 +10,7 @@ from resumekit.attach import EXIT_USAGE
 _MAX_DELAY_SECONDS = 60.0
 _MAX_EARLY_EXITS = 2
 
-# 128 + each is the status of a run that has saved and left, see docs/preemption.md.
+# 128 + each is the status of a run that has saved and left, see docs/how-to/preemption.md.
 _PREEMPTING = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
 
 

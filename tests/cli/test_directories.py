@@ -313,7 +313,7 @@ def test_the_module_names_itself_as_it_was_called() -> None:
 
 
 def test_the_page_has_the_exit_codes_of_each_command() -> None:
-    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
     section = page.partition("## Exit codes")[2].partition("\n## ")[0]
     table = re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE)
     assert set(table) == _command_names()
@@ -323,7 +323,7 @@ def test_the_page_has_the_exit_codes_of_each_command() -> None:
 def test_the_page_has_the_keys_of_the_json(
     directories: dict[str, Path], tmp_path: Path, command: str
 ) -> None:
-    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "commands.md").read_text(encoding="utf-8")
     section = page.partition("## JSON")[2].partition("\n## ")[0]
     words = _words(command, directories["good"], directories["good"], tmp_path)
     if words[-1] == "--dry-run":

@@ -37,17 +37,38 @@ def _run_script(script: Path) -> str:
     return done.stdout + done.stderr
 
 
+# What the two lines of the README are put around.
+LOOP = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+loader = DataLoader(TensorDataset(torch.randn(512, 8)), batch_size=16, shuffle=True)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+def train_on(batch):
+    loss = (model(batch[0]) - batch[0]).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+"""
+
+
 def test_the_readme_shows_its_example_by_line_thirty() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert "```python" in lines[:30]
-    assert any("ckpt.step(loss=loss)" in line for line in lines[:31])
+    assert any("ckpt.batches(loader" in line for line in lines[:30])
 
 
 def test_the_example_of_the_readme_runs_and_a_second_start_finds_it_finished(
     tmp_path: Path,
 ) -> None:
     script = tmp_path / "train.py"
-    script.write_text(_blocks(ROOT / "README.md", "python")[0], encoding="utf-8")
+    example = _blocks(ROOT / "README.md", "python")[0]
+    script.write_text(LOOP + example, encoding="utf-8")
     assert "starting in" in _run_script(script)
     steps = sorted(path.name for path in (tmp_path / "runs" / "a").glob("step-*"))
     assert steps[-1] == "step-00000096"
@@ -75,7 +96,7 @@ def test_a_command_that_installs_a_checkout_names_the_constraints(document: Path
 
 
 def test_the_table_of_options_is_that_of_the_code() -> None:
-    text = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference" / "options.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| `([^|]*)` \| (.+) \|$", text, re.MULTILINE)
     default = Options()
     expected = {item.name: getattr(default, item.name) for item in fields(Options)}

@@ -75,7 +75,7 @@ def test_resume_from_is_a_name_and_the_error_shows_it(
         ({"save_evry": 5}, ("save_evry", "Did you mean save_every?")),
         ({"scheduler": None}, ("scheduler", "Did you mean lr_scheduler?")),
         ({"keep_last": 3}, ("keep_last", "Did you mean keep_latest?")),
-        ({"frobnicate": 5}, ("frobnicate", "docs/quickstart.md")),
+        ({"frobnicate": 5}, ("frobnicate", "docs/reference/options.md")),
         ({"extras": [1]}, ("extras: [1]", "a dict", 'extras={"phase": 1}')),
         ({"extras": 5}, ("extras: 5",)),
         ({"model": "gpt2"}, ("model: a str", "state_dict")),

@@ -282,7 +282,7 @@ def train_on(batch):
 
 @pytest.mark.full  # four imports of torch
 @pytest.mark.remedy(
-    "Add the three lines of docs/quickstart.md to the loop, and leave --with-resumekit out"
+    "Add the two lines of docs/start/pytorch.md to the loop, and leave --with-resumekit out"
 )
 def test_a_loop_gets_the_lines_of_the_quickstart(
     tmp_path: Path, remedy: Remedy, command: Command

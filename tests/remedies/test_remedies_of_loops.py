@@ -109,7 +109,7 @@ def test_several_objects_have_names(tmp_path: Path, remedy: Remedy) -> None:
 
 
 @pytest.mark.remedy(
-    "The options are listed in docs/quickstart.md and by help(resumekit.run.Options)"
+    "The options are listed in docs/reference/options.md and by help(resumekit.run.Options)"
 )
 def test_the_options_are_listed_where_the_message_says(tmp_path: Path, remedy: Remedy) -> None:
     text = remedy.of(Parts().make, tmp_path, frobnicate=1)

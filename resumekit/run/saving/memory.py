@@ -1,4 +1,4 @@
-"""Copies of the state in the memory of the node, between two saves; see docs/places.md.
+"""Copies of the state in the memory of the node, between two saves; see docs/how-to/places.md.
 
 A copy is a checkpoint like any other, in a store apart: it is written by every rank, its files
 have digests, and it counts once its directory has its final name. The one before is removed then,

@@ -1,0 +1,132 @@
+"""The Start pages hold: each script is run as printed, killed, and started again.
+
+The page's own lines are what it must print. The weights at the end are those of a run that nobody
+killed, as the stock reader of safetensors reads them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "docs" / "start"
+KILLED_PAST = "step-00000300"
+
+
+def blocks(page: str, language: str) -> list[str]:
+    text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
+def command_of(page: str) -> list[str]:
+    """The last command of the page's block that kills it: the one to start it again."""
+    (block,) = (each for each in blocks(page, "bash") if re.search(r"\bKILL\b|pkill", each))
+    words = block.strip().splitlines()[-1].split()
+    module = {"python": [], "deepspeed": ["-m", "deepspeed.launcher.runner"]}[words[0]]
+    return [sys.executable, *module, *words[1:]]
+
+
+def start(command: list[str], folder: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def kill(process: subprocess.Popen[str], folder: Path) -> str:
+    """Kills all its processes once the run has a checkpoint of that step; what it printed."""
+    while not (folder / "runs" / "a" / KILLED_PAST).exists():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.005)
+    leader = psutil.Process(process.pid)
+    for each in [*leader.children(recursive=True), leader]:
+        each.kill()
+    return process.communicate()[0]
+
+
+def finish(command: list[str], folder: Path) -> str:
+    process = start(command, folder)
+    printed = process.communicate()[0]
+    assert process.returncode == 0, printed
+    return printed
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    newest = max((folder / "runs" / "a").glob("step-*"))
+    return {
+        f"{file.name}/{name}": tensor
+        for file in sorted((newest / "model").glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+
+
+def without_numbers(line: str) -> str:
+    line = re.sub(r"/\S*/runs/a", "runs/a", line)
+    return re.sub(
+        r"\d+ repeated steps?", "N repeated steps", re.sub(r"trained \d+", "trained", line)
+    )
+
+
+@pytest.mark.quick("pytorch", "transformers")
+@pytest.mark.parametrize(
+    "page", ["pytorch", "transformers", "accelerate", "lightning", "deepspeed"]
+)
+def test_the_script_of_a_page_is_killed_and_continues_as_the_page_says(
+    page: str, tmp_path: Path
+) -> None:
+    (script,) = (each for each in blocks(page, "python") if "runs/a" in each and "seed" in each)
+    folders = [tmp_path / name for name in ("killed", "whole", "control")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "train.py").write_text(script, encoding="utf-8")
+    killed, whole, control = folders
+    command = command_of(page)
+
+    printed = kill(start(command, killed), killed)
+    printed += finish(command, killed)
+    finish(command, whole)
+    found = [without_numbers(line) for line in re.split("[\r\n]", printed)]
+    (promised,) = blocks(page, "text")
+    for line in map(without_numbers, promised.splitlines()):
+        assert any(line in each for each in found), (line, printed)
+
+    expected = weights(whole)
+    assert expected.keys() == weights(killed).keys()
+    assert all(map(torch.equal, expected.values(), weights(killed).values()))
+
+    other = re.sub(r"(seed\w*)\(0\)", r"\1(1)", script)
+    assert other != script
+    (control / "train.py").write_text(other, encoding="utf-8")
+    finish(command, control)
+    assert not all(map(torch.equal, expected.values(), weights(control).values()))
+
+
+@pytest.mark.parametrize(
+    "page", ["pytorch", "transformers", "accelerate", "lightning", "deepspeed"]
+)
+def test_the_changed_lines_of_a_page_are_those_of_its_script(page: str) -> None:
+    (script,) = (each for each in blocks(page, "python") if "runs/a" in each and "seed" in each)
+    (change,) = blocks(page, "diff")
+    squeezed = re.sub(r",?\s*save_every=\d+|[\s,]", "", script)
+    for line in change.splitlines():
+        words = re.sub(r"[\s,]", "", line[1:])
+        if line.startswith("+"):
+            assert words in squeezed, line
+        elif line.startswith("-"):
+            assert f"{words}\n" not in squeezed
+            assert line[1:].strip() not in [each.strip() for each in script.splitlines()], line
