@@ -271,7 +271,10 @@ def _check_content(session: nox.Session, wheel: Path) -> None:
     sources = {path.as_posix() for path in Path("resumekit").rglob("*.py")}
     sources |= {f"resumekit/{path.as_posix()}" for path in Path("adapters").rglob("*.py")}
     sources |= {path.as_posix() for path in Path("resumekit/html_report/templates").iterdir()}
-    expected = {name for name in sources if "__pycache__" not in name} | {"resumekit/py.typed"}
+    expected = {name for name in sources if "__pycache__" not in name} | {
+        "resumekit/py.typed",
+        "resumekit/troubleshooting.md",
+    }
     if names != expected:
         session.error(f"missing: {expected - names}, unexpected: {names - expected}")
 

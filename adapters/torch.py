@@ -32,7 +32,8 @@ __all__ = ["Checkpointer"]
 class Checkpointer(_Checkpointer):
     """A Checkpointer for a loop of your own; the same code for one process and for many.
 
-    Example:
+    Example::
+
         checkpointer = Checkpointer("runs/a", save_every=500)
         for batch in checkpointer.batches(loader, epochs=3):
             train_on(batch)

@@ -60,7 +60,7 @@ class Checkpointer:
             default all ranks; ranks of one tensor-parallel group or pipeline take the same.
         make_loop: gives the ``Loop`` of this run; an adapter passes its subclass where the
             framework knows when a step is complete.
-        **options: see ``resumekit.run.options.Options``, and the table in docs/reference/options.md.
+        **options: see ``resumekit.run.options.Options``, and docs/reference/options.md.
 
     Raises:
         ConfigurationError: an option or another argument is wrong; shows what to write.

@@ -1,7 +1,8 @@
 """Every exception that resumekit raises.
 
-Each names the path, slot or argument, what was found, what was expected and one remedy. Each also
-derives from the builtin that a caller would expect, so ``except ValueError`` keeps working::
+Each names the path, slot or argument, what was found, what was expected and one remedy, and ends
+with a code. Each also derives from the builtin that a caller would expect, so ``except ValueError``
+keeps working::
 
     ResumekitError
     ├── ConfigurationError (ValueError)      an argument or a combination of arguments is wrong
@@ -45,12 +46,15 @@ derives from the builtin that a caller would expect, so ``except ValueError`` ke
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from resumekit.printable import printable
+
+_CODE = re.compile(r" \[RK-\d+\]")
 
 
 class ResumekitError(Exception):
@@ -61,7 +65,12 @@ class ResumekitError(Exception):
         found: the value or state found.
         expected: the value or state expected.
         remedy: one command or argument that helps.
+
+    Attributes:
+        code: ends the message; ``resumekit explain RK-101`` prints what to do about it.
     """
+
+    code: ClassVar[str]
 
     def __init__(
         self,
@@ -78,13 +87,14 @@ class ResumekitError(Exception):
         super().__init__(str(self))
 
     def __str__(self) -> str:
-        sentence = f"{self.where}: {self.found}"
+        found = _CODE.sub("", self.found).rstrip(".")  # an error that it quotes ends with both
+        sentence = f"{self.where}: {found}"
         if self.expected is not None:
             sentence += f", expected {self.expected}"
         sentence += "."
         if self.remedy is not None:
             sentence += f" {self.remedy.rstrip('.')}{'' if self.remedy.endswith('?') else '.'}"
-        return printable(sentence)
+        return with_code(printable(sentence), self.code)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors are sent between ranks; pickle cannot pass keyword-only arguments by default.
@@ -92,6 +102,11 @@ class ResumekitError(Exception):
             type(self), self.where, found=self.found, expected=self.expected, remedy=self.remedy
         )
         return make, ()
+
+
+def with_code(text: str, code: str) -> str:
+    """The text with its code at the end, and without those of the errors that it quotes."""
+    return f"{_CODE.sub('', text)} [{code}]"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
@@ -103,141 +118,211 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
 class ConfigurationError(ResumekitError, ValueError):
     """An argument, or a combination of arguments, is wrong."""
 
+    code = "RK-101"
+
 
 class DeclarationError(ConfigurationError):
     """The declaration of a component is wrong."""
+
+    code = "RK-102"
 
 
 class MissingDependencyError(ResumekitError, ImportError):
     """A framework that an adapter needs is missing or too old."""
 
+    code = "RK-103"
+
 
 class UnsupportedValueError(ResumekitError, TypeError):
     """A value that cannot be stored; raised before anything is written."""
+
+    code = "RK-104"
 
 
 class InexactError(ResumekitError, ValueError):
     """``strict=True``, and a component would not be restored exactly."""
 
+    code = "RK-105"
+
 
 class DirectoryError(ResumekitError, OSError):
     """The run directory cannot be used: read-only, not a directory, unreachable."""
+
+    code = "RK-201"
 
 
 class DirectoryInUseError(DirectoryError):
     """Another live job owns the run directory."""
 
+    code = "RK-202"
+
 
 class OwnershipLostError(DirectoryError):
     """Another attempt took ownership of the run directory while this one was running."""
+
+    code = "RK-203"
 
 
 class SharedDirectoryError(DirectoryError):
     """The ranks of the job do not see the same run directory."""
 
+    code = "RK-204"
+
 
 class PlaceError(ResumekitError, OSError):
     """A place for copies of checkpoints does not answer, or refuses a call."""
+
+    code = "RK-205"
 
 
 class SaveError(ResumekitError, OSError):
     """A save failed on some rank; nothing was committed, the previous checkpoint is untouched."""
 
+    code = "RK-301"
+
 
 class InsufficientSpaceError(SaveError):
     """The bytes, the inodes or the quota do not suffice; nothing of the save is left."""
+
+    code = "RK-302"
 
 
 class CheckpointError(ResumekitError, RuntimeError):
     """The base of the errors about a checkpoint on disk."""
 
+    code = "RK-401"
+
 
 class CheckpointNotFoundError(CheckpointError, LookupError):
     """A checkpoint that was named explicitly does not exist."""
+
+    code = "RK-402"
 
 
 class CorruptCheckpointError(CheckpointError):
     """Proven damage: a digest, a size, a name or the manifest itself is wrong."""
 
+    code = "RK-403"
+
 
 class InvalidStateError(CheckpointError):
     """The bytes are intact, and a state is not one that resumekit writes. It is not moved."""
+
+    code = "RK-404"
 
 
 class ForeignCheckpointError(CheckpointError):
     """The checkpoint belongs to another run. It is not damaged, so it is not moved."""
 
+    code = "RK-405"
+
 
 class FormatVersionError(CheckpointError):
     """The checkpoint was written by a newer version of the format."""
+
+    code = "RK-406"
 
 
 class UnreadableCheckpointError(CheckpointError, OSError):
     """The checkpoint could not be read. Damage is not proven, so it is not moved."""
 
+    code = "RK-407"
+
 
 class NoUsableCheckpointError(CheckpointError):
     """Checkpoints exist, and none can be used. A run never starts from scratch over them."""
+
+    code = "RK-408"
 
 
 class StateMismatchError(ResumekitError, ValueError):
     """The checkpoint does not match the live objects: a slot, an FQN, a shape, a class."""
 
+    code = "RK-501"
+
 
 class DriftError(StateMismatchError):
     """The state matches, but a setting of the run has changed since the checkpoint."""
+
+    code = "RK-502"
 
 
 class IncompleteLoadError(ResumekitError, RuntimeError):
     """A load failed when some live objects were changed already; the process has to end."""
 
+    code = "RK-503"
+
 
 class DataPositionError(ResumekitError, RuntimeError):
     """The position in the data cannot be restored."""
+
+    code = "RK-504"
 
 
 class LoopError(ResumekitError, RuntimeError):
     """The training loop makes calls in an invalid order."""
 
+    code = "RK-505"
+
 
 class RankFailedError(ResumekitError, RuntimeError):
     """An unexpected error on one rank while the others waited for it."""
+
+    code = "RK-602"
 
 
 class RankLostError(ResumekitError, RuntimeError):
     """A rank died or does not answer; the others cannot continue without it."""
 
+    code = "RK-603"
+
 
 class RankDisagreementError(ResumekitError, RuntimeError):
     """The ranks of one job have different values where they must agree."""
+
+    code = "RK-601"
 
 
 class DivergenceError(ResumekitError, RuntimeError):
     """``on_divergence="raise"``, and a repeated step differs from what the journal recorded."""
 
+    code = "RK-701"
+
 
 class TraceError(ResumekitError, RuntimeError):
     """A trace is missing, or a line in it is damaged (a torn last line is not damage)."""
+
+    code = "RK-702"
 
 
 class ReplayError(ResumekitError, RuntimeError):
     """The steps of a run could not be replayed: the command failed, or trains another run."""
 
+    code = "RK-703"
+
 
 class ProveError(ResumekitError, RuntimeError):
     """The result of a command could not be determined; it may or may not resume exactly."""
+
+    code = "RK-704"
 
 
 class CommandFailedError(ProveError):
     """The command failed without being killed."""
 
+    code = "RK-705"
+
 
 class CommandTimeoutError(ProveError, TimeoutError):
     """The command did not end within its timeout."""
 
+    code = "RK-706"
+
 
 class KillPointNotReachedError(ProveError):
     """The command never reached the point at which it was to be killed."""
+
+    code = "RK-707"
 
 
 class Preempted(SystemExit):

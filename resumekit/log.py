@@ -6,6 +6,7 @@ import logging
 import sys
 from contextlib import suppress
 
+from resumekit.errors import with_code
 from resumekit.printable import printable
 
 logger = logging.getLogger("resumekit")
@@ -20,6 +21,18 @@ def _escape(record: logging.LogRecord) -> bool:
 
 
 logger.addFilter(_escape)
+
+
+def warn(code: str, message: str, *values: object) -> None:
+    """Logs a warning. Every warning goes through here.
+
+    Args:
+        code: ends the message; ``resumekit explain RK-801`` prints what to do about it.
+        message: what is wrong, with ``%s`` for each value.
+        *values: of the message.
+    """
+    if logger.isEnabledFor(logging.WARNING):
+        logger.warning("%s", with_code(message % values if values else message, code))
 
 
 def show_messages() -> None:
@@ -56,7 +69,11 @@ class StandardError(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.erase()
-        sys.stderr.write(f"{self.format(record)}\n")
+        line = self.format(record)
+        if bars := sys.modules.get("tqdm"):  # above the bars that are drawn, not inside one
+            bars.tqdm.write(line, file=sys.stderr)
+        else:
+            sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
 
     def draw(self, bar: str) -> None:

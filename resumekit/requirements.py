@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from resumekit.errors import InexactError, MissingDependencyError
-from resumekit.log import logger, show_messages
+from resumekit.log import show_messages, warn
 
 # The oldest version of each framework that works; an older one is an error.
 # The extras in pyproject.toml ask for the same; a test compares them.
@@ -174,9 +174,9 @@ def check_tested(*frameworks: str, found: Iterable[str] = (), strict: bool, warn
     show_messages()
     newer = ", ".join(f"{name} {_version_of(name)}" for name in installed if _is_newer(name))
     if warns and missing:
-        logger.warning("a resume may not be exact: %s; install %s", missing, tested)
+        warn("RK-861", "a resume may not be exact: %s; install %s", missing, tested)
     elif warns and newer:
-        logger.warning("%s: newer than the tested version (%s)", newer, tested)
+        warn("RK-861", "%s: newer than the tested version (%s)", newer, tested)
 
 
 def _is_newer(framework: str) -> bool:

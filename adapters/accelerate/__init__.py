@@ -26,7 +26,7 @@ from resumekit.adapters.accelerate.save_state import SavedStates
 from resumekit.data.position import DEFAULT_NAME, PASS_WHOLE_LOADER, SkippedLoader
 from resumekit.errors import ConfigurationError
 from resumekit.frameworks.accelerate import ENGINE, MODELS
-from resumekit.log import logger
+from resumekit.log import warn
 from resumekit.requirements import check_tested, require
 from resumekit.run.loop import Loop
 from resumekit.run.options import Options, checked_extras, require_order
@@ -181,7 +181,8 @@ class PreparedLoop(Loop):
                 )
         is_alone = isinstance(loader, DataLoader) and not is_known
         if is_alone and self._accelerator.is_main_process:
-            logger.warning(
+            warn(
+                "RK-824",
                 "batches(name=%r): the loader was not prepared, so each rank goes through all of "
                 "it; pass it to accelerator.prepare()",
                 name,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from resumekit import Checkpointer
 from resumekit.errors import ConfigurationError
 from resumekit.frameworks.accelerate import require_supported
-from resumekit.log import logger
+from resumekit.log import logger, warn
 from resumekit.requirements import check_tested, require
 from resumekit.run.options import Options, checked_extras, require_order, run_directory
 
@@ -244,7 +244,7 @@ class ResumeCallback(TrainerCallback):
         ignored = ignored_checkpoint(args.output_dir, report.step, self._directory)
         is_due = not (self._loop.finished or self._loop.is_replay)
         if ignored is not None and is_due and state.is_world_process_zero:
-            logger.warning("%s", ignored)
+            warn("RK-835", "%s", ignored)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The first epoch of this launch; later ones begin when the former is over."""

@@ -234,7 +234,9 @@ def with_workers(loader: Any) -> Any:
 
 
 def rows_of_the_page() -> dict[str, tuple[str, str]]:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "explanation" / "data.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parents[2] / "docs" / "explanation" / "data.md").read_text(
+        encoding="utf-8"
+    )
     section = page.split("## Iterable data", 1)[1].split("\n## ", 1)[0]
     lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:1] == "|"]
     return {what: (found, word) for what, found, word in lines[2:]}

@@ -123,7 +123,9 @@ class Row(NamedTuple):
 
 
 def rows_of_the_page() -> dict[str, Row]:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "explanation" / "data.md").read_text(encoding="utf-8")
+    page = (Path(__file__).resolve().parents[2] / "docs" / "explanation" / "data.md").read_text(
+        encoding="utf-8"
+    )
     section = page.split("## Loader by loader", 1)[1].split("\n## ", 1)[0]
     lines = [line.strip("| ") for line in section.splitlines() if line[:1] == "|"]
     rows = {}

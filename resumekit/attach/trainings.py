@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from resumekit.errors import CheckpointError, ConfigurationError, DirectoryError
-from resumekit.log import logger, show_messages
+from resumekit.log import logger, show_messages, warn
 from resumekit.storage.directories import TRAININGS, replace_small, seal, unseal
 from resumekit.storage.io.file_system import LocalFileSystem, directory_errors
 from resumekit.storage.store import Store
@@ -167,7 +167,8 @@ class KnownRuns:
         by_order, directory = self._runs.get(self._num_begun), directory_of(self._root, number)
         if found is None and by_order is not None and not by_order.is_taken:
             show_messages()
-            logger.warning(
+            warn(
+                "RK-834",
                 "training %d of this launch is not the finished one in %s (%s): it begins in %s",
                 self._num_begun,
                 directory_of(self._root, by_order.number),

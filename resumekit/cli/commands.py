@@ -25,6 +25,7 @@ from resumekit.cli.arguments import (
     existing,
 )
 from resumekit.cli.doctor_command import doctor
+from resumekit.cli.explain_command import explain
 from resumekit.cli.history_command import history
 from resumekit.cli.import_command import import_run
 from resumekit.cli.output_files import require_file_path, traces_for, write_comparison
@@ -389,3 +390,4 @@ app.command(
 )(run)
 app.command(options_metavar="[OPTIONS] --")(replay)
 app.command(options_metavar="[OPTIONS] --")(doctor)
+app.command()(explain)

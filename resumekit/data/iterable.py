@@ -32,7 +32,7 @@ from resumekit.data.stream_objects import (
 )
 from resumekit.data.workers import FetchRecorder, PersistentWorkers
 from resumekit.errors import DataPositionError
-from resumekit.log import logger
+from resumekit.log import warn
 from resumekit.progress_display import show_progress
 from resumekit.state import Fidelity
 
@@ -224,7 +224,7 @@ class ReplaySource(Source):
         expected = pending["contents"]
         self._differs = expected is not None and expected != self._contents.hexdigest()
         if self._differs:
-            warn(f"the position in {self.name!r} is lost: {_OTHER_BATCHES}")
+            warn_of_data(f"the position in {self.name!r} is lost: {_OTHER_BATCHES}")
 
     def next_batch(self) -> Any:
         assert self._iterator is not None
@@ -380,10 +380,10 @@ def digest_of(batch: Any) -> str:
     return found.hexdigest()
 
 
-def warn(message: str) -> None:
+def warn_of_data(message: str) -> None:
     """A warning about this rank's own data."""
     on_rank = f"rank {_rank()}: " if _num_ranks() > 1 else ""
-    logger.warning("%s%s", on_rank, message)
+    warn("RK-825", "%s%s", on_rank, message)
 
 
 def _rank() -> int:

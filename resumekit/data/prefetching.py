@@ -11,7 +11,7 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 from resumekit.capture.rng import RngState
-from resumekit.data.iterable import ReplaySource, digest_of, warn
+from resumekit.data.iterable import ReplaySource, digest_of, warn_of_data
 from resumekit.data.loader_changes import (
     FRAMEWORK_CHANGED,
     RANKS,
@@ -172,7 +172,7 @@ class OuterSource(Source):
             objects.set_values(replaced)
         if again.content and again.content != digest_of(batch):
             self._differs = True
-            warn(f"the position in {self.name!r} is lost: {_OTHER_AHEAD}")
+            warn_of_data(f"the position in {self.name!r} is lost: {_OTHER_AHEAD}")
         return batch
 
     def _fetch_now(self) -> Any:

@@ -19,7 +19,7 @@ from torch.futures import Future
 
 from resumekit.dcp.keys import StoredValue, values_in
 from resumekit.errors import ResumekitError, StateMismatchError
-from resumekit.log import logger
+from resumekit.log import logger, warn
 from resumekit.serialization.leaves import retyped
 from resumekit.serialization.reading import StoredTensor, read_boxes
 from resumekit.serialization.sharding import Box, Layout
@@ -150,7 +150,7 @@ class StorageReader(storage.StorageReader):
         name = self.step_directory and self.step_directory.name
         if left:
             more = f" and {len(left) - _NUM_NAMED} more" if len(left) > _NUM_NAMED else ""
-            logger.warning("%s: not loaded: %s%s", name, ", ".join(left[:_NUM_NAMED]), more)
+            warn("RK-833", "%s: not loaded: %s%s", name, ", ".join(left[:_NUM_NAMED]), more)
         if unused:
             logger.info("%s: components that are not loaded: %s", name, ", ".join(unused))
         return plans
@@ -208,7 +208,7 @@ class StorageReader(storage.StorageReader):
     def _newest(self, directory: Path) -> StepReader:
         step, rejected = Store(directory).open_newest()
         for reason in rejected:
-            logger.warning("passed over: %s", reason)
+            warn("RK-833", "passed over: %s", reason)
         return step
 
     def _value(self, item: ReadItem) -> StoredValue:

@@ -42,7 +42,7 @@ from resumekit.errors import (
     SaveError,
     UnsupportedValueError,
 )
-from resumekit.log import logger
+from resumekit.log import warn
 from resumekit.serialization.encoding import Encoder
 from resumekit.serialization.index import Index, index_name
 from resumekit.serialization.leaves import ElementType, Leaf
@@ -233,7 +233,7 @@ class StorageWriter(torch_staging.BlockingAsyncStager, storage.StorageWriter):
             store.retain(self._retention)
             store.empty_trash()
         except SaveError as error:
-            logger.warning("old checkpoints could not be removed: %s", error)
+            warn("RK-842", "old checkpoints could not be removed: %s", error)
         finally:
             store.release()
 

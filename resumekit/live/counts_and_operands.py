@@ -23,7 +23,7 @@ from types import CodeType, FrameType, GeneratorType
 from typing import Any, TypedDict
 
 from resumekit.live.bytecode import operands
-from resumekit.live.frames import LiveFrame, read_variables
+from resumekit.live.frames import LiveFrame, read_variables, write_variables
 from resumekit.live.value_stack import Operand
 from resumekit.state import CaptureLine, Count, Fidelity
 
@@ -88,6 +88,23 @@ class Enumerations:
         moved = self.used - saved["used"]  # not 0 where batches have another size now
         counts = [each + moved for each in saved["counts"]]
         return len(counts) == len(self.found) and all(map(_set, self.found, counts))
+
+
+def move_progress_bars(asked: Sequence[Any]) -> None:
+    """Sets each bar of tqdm around a fetch to the number of items that were used before.
+
+    Args:
+        asked: see `find_asked`; the first has the attribute `num_used`.
+
+    Source: tqdm 4.68 std.py tqdm.__iter__, which keeps its count in variables.
+    """
+    for frame in asked:
+        if isinstance(frame, FrameType) and frame.f_code.co_filename.endswith("tqdm/std.py"):
+            bar, used = read_variables(frame).get("self"), asked[0].num_used
+            if getattr(bar, "n", None) == 0 and not bar.disable:
+                write_variables(frame, {"n": used, "last_print_n": used})
+                bar.initial = bar.n = bar.last_print_n = used
+                bar.refresh()
 
 
 def find_asked(loop: type, start: FrameType, outermost: FrameType) -> list[Any]:

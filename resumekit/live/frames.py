@@ -139,7 +139,7 @@ class LiveFrame:
         """
         if unknown := values.keys() - self.names:
             raise self._mismatch(unknown, "not read after this line")
-        _write_variables(self.frame, values)
+        write_variables(self.frame, values)
         bound = read_variables(self.frame)
         if wrong := [name for name in values if bound.get(name, self) is not values[name]]:
             raise self._mismatch(wrong, "cannot be set")
@@ -371,7 +371,8 @@ def _safe_names(frame: FrameType) -> list[str]:
     return [*names]
 
 
-def _write_variables(frame: FrameType, values: Mapping[str, Any]) -> None:
+def write_variables(frame: FrameType, values: Mapping[str, Any]) -> None:
+    """Sets variables of a running function."""
     if not _is_optimized(frame):
         _namespace(frame).update(values)
         return

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from resumekit.errors import CheckpointError, ConfigurationError, ForeignCheckpointError, PlaceError
-from resumekit.log import logger
+from resumekit.log import logger, warn
 from resumekit.places.client import OpenPlace, PlaceClient
 from resumekit.places.directory import DirectoryCopies, observed
 from resumekit.places.memory import find_memory
@@ -118,7 +118,7 @@ class Copies:
         except PlaceError as error:
             self._names.pop(client, None)
             self._away = error
-            logger.warning("the checkpoints there are left out: %s", error)
+            warn("RK-852", "the checkpoints there are left out: %s", error)
         return None
 
     def require_answers(self) -> None:

@@ -8,7 +8,6 @@ a checkpoint.
 
 from __future__ import annotations
 
-import logging
 import signal
 import threading
 import time
@@ -16,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from resumekit.errors import CheckpointError, DirectoryError, ResumekitError
-from resumekit.log import logger
+from resumekit.log import logger, warn
 from resumekit.places.client import PlaceClient
 from resumekit.storage.directories import StepName
 from resumekit.storage.retention import RetentionPolicy
@@ -62,7 +61,8 @@ class Mirror:
         for upload in self._uploads:
             missing = upload.finish(deadline)
             if missing is not None:
-                logger.warning(
+                warn(
+                    "RK-851",
                     "not mirrored when this launch ends: %s. To copy it: resumekit mirror %s %s",
                     *(missing, self._store.directory, upload.place),
                 )
@@ -217,11 +217,11 @@ class Upload:
             limit = _Limit(self.place.bytes_per_second)
             self._client.put(self._store.open_step(name), self._retention, limit.wait)
         except CheckpointError as error:
-            logger.warning("%s is not mirrored to %s: %s", name, self.place, error)
+            warn("RK-851", "%s is not mirrored to %s: %s", name, self.place, error)
             return True
         except ResumekitError as error:
-            level = logging.DEBUG if self._has_failed else logging.WARNING
-            logger.log(level, "not mirrored yet, training continues: %s", error)
+            if not self._has_failed:
+                warn("RK-851", "not mirrored yet, training continues: %s", error)
             self._has_failed = True
             return False
         if self._has_failed:

@@ -283,9 +283,9 @@ class DueSaves:
                 self.request()
             elif not (is_full and options.on_full == "skip") and options.on_save_error == "raise":
                 if self.is_ending:
-                    run.reporter.warn(f"the last save failed{self._then}")
+                    run.reporter.warn("RK-841", f"the last save failed{self._then}")
                 raise
-            run.reporter.warn(f"the save at step {step} failed{self._then}: {error}")
+            run.reporter.warn("RK-841", f"the save at step {step} failed{self._then}: {error}")
             run.selection.forget(step)
             self._cadence.restart()
 
@@ -323,7 +323,7 @@ class DueSaves:
             try:
                 self.wait()
             except SaveError as error:
-                run.reporter.warn(f"the save at step {saved} failed: {error}")
+                run.reporter.warn("RK-841", f"the save at step {saved} failed: {error}")
                 run.selection.forget(saved)
             else:
                 if is_current or not self._fits_grace(now.step, saved):

@@ -11,7 +11,7 @@ import torch
 
 from resumekit.data.position import Feed
 from resumekit.errors import DivergenceError
-from resumekit.log import logger
+from resumekit.log import logger, warn
 from resumekit.record.comparison import (
     Comparison,
     Difference,
@@ -273,7 +273,7 @@ class RunJournal:
                 remedy="Check the sampler, or pass on_divergence='warn'",
             )
         if not self._header.rank:
-            logger.warning("%s differ from those of the earlier attempt (%s)", text, reason)
+            warn("RK-811", "%s differ from those of the earlier attempt (%s)", text, reason)
 
     def note_save(self, step: int, *, blocked_seconds: float, background_seconds: float) -> None:
         """Records what the save at a step has cost this rank."""
@@ -322,7 +322,7 @@ class RunJournal:
                 self._switch_off(error)
 
     def _switch_off(self, error: OSError) -> None:
-        logger.warning("the journal is off: repeated steps are no longer compared: %s", error)
+        warn("RK-812", "the journal is off: repeated steps are no longer compared: %s", error)
         self._end()
 
     @property
@@ -360,7 +360,7 @@ class RunJournal:
                 remedy="The resume was not exact. Find the cause with `resumekit prove`, or pass "
                 "on_divergence='warn'",
             )
-        logger.warning("%s%s. The resume was not exact: see `resumekit prove`", rank, difference)
+        warn("RK-811", "%s%s. The resume was not exact: see `resumekit prove`", rank, difference)
 
     def _log_verdict(self) -> None:
         comparison = self._comparison

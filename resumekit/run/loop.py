@@ -434,7 +434,7 @@ class Loop:
         """One line to act on, the first time that this happens."""
         if what not in self._warned:
             self._warned.add(what)
-            self.run.reporter.warn(message)
+            self.run.reporter.warn("RK-823", message)
 
     def _count_step_of_batch(self) -> None:
         self._num_steps_of_batch += 1

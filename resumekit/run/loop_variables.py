@@ -32,6 +32,7 @@ from resumekit.live.counts_and_operands import (
     find_asked,
     has_operands,
     is_counter,
+    move_progress_bars,
     moved_ranges,
     operand_lines,
     range_positions,
@@ -523,6 +524,8 @@ class LoopVariables(UserState):
         if self._has_counters and not is_over:
             counts = saved["script"].get("counts" if is_there else "epoch_counts")
             self._set_counts(frames, counts if is_there or not is_batch else None)
+        if not is_over:
+            move_progress_bars(self._asked(frames))
         if is_there:
             self._saved = None
             self._note_edited(saved)

@@ -281,7 +281,7 @@ def _unknown(name: str) -> ConfigurationError:
     known = [*(item.name for item in fields(Options)), *_ARGUMENTS]
     if name in _ARGUMENTS:
         return ConfigurationError(name, found="not an argument under this adapter")
-    listed = "The options are listed in docs/reference/options.md and by help(resumekit.run.Options)"
+    listed = "docs/reference/options.md and help(resumekit.run.Options) list the options"
     return ConfigurationError(
         name, found="not an option", remedy=did_you_mean(name, known) or listed
     )

@@ -12,7 +12,7 @@ from resumekit.capture.fingerprint import SettingChange
 from resumekit.capture.slots import uncaptured_parameters
 from resumekit.distributed import World
 from resumekit.errors import InexactError
-from resumekit.log import logger
+from resumekit.log import logger, warn
 from resumekit.run.components import RunComponents, weakly
 from resumekit.run.options import Options
 from resumekit.run.resuming.compatibility import owners
@@ -20,6 +20,7 @@ from resumekit.run.resuming.state_origins import PER_RANK_KEYS
 from resumekit.state import (
     CaptureLine,
     CaptureReport,
+    Fidelity,
     SharingPattern,
     Slot,
     StateComponent,
@@ -29,6 +30,13 @@ from resumekit.storage.manifest import LINEAGE, ForkOrigin, Manifest
 
 # Gives lines for state that the run has and no component holds.
 Finding = Callable[[], Iterable[CaptureLine]]
+
+
+WARNINGS = {
+    Fidelity.LOST: "RK-801",
+    Fidelity.UNKNOWN: "RK-802",
+    Fidelity.EQUIVALENT: "RK-803",
+}
 
 
 class Reporter:
@@ -62,10 +70,10 @@ class Reporter:
         if self._world.is_first:
             logger.info("%s", message)
 
-    def warn(self, message: str) -> None:
-        """One line to act on, from rank 0."""
+    def warn(self, code: str, message: str) -> None:
+        """One line to act on, from rank 0; see `resumekit.log.warn`."""
         if self._world.is_first:
-            logger.warning("%s", message)
+            warn(code, "%s", message)
 
     def detail(self, message: str) -> None:
         """One line that only DEBUG shows, from rank 0."""
@@ -97,7 +105,7 @@ class Reporter:
             found = f"changed before the first batch, not restored: {_listed(left)}"
             if self._options.strict:
                 raise InexactError("strict=True", found=found, remedy="Change it before the loop")
-            self.warn(f"{found}; change it before the loop")
+            self.warn("RK-822", f"{found}; change it before the loop")
         elif keys:
             self.log(
                 f"restored again: {_listed(keys)} (code before the first batch changed it, and "
@@ -204,7 +212,7 @@ class Reporter:
         for line in report.inexact:
             if (line.key, line.fidelity) not in self._known:
                 self._known.add((line.key, line.fidelity))
-                self.warn(f"{line}")
+                self.warn(WARNINGS[line.fidelity or Fidelity.UNKNOWN], f"{line}")
 
     def capture_report(self, *, are_complete: bool = False) -> CaptureReport:
         """One line for each component, each empty slot, and whatever was overlooked.
@@ -237,7 +245,10 @@ class Reporter:
     def log_changes(self, changes: Sequence[str], *, warns: bool = False) -> None:
         """Logs and records the changes that this resume follows."""
         for change in changes:
-            (self.warn if warns else self.log)(change)
+            if warns:
+                self.warn("RK-821", change)
+            else:
+                self.log(change)
             self._history[-1]["changes"].append(change)
 
     def log_changed_loaders(self) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -182,7 +183,7 @@ class RunState:
         owned.set_given(() if callable(components) else components)
         self.reporter = Reporter(options, self.world, owned)
         follows = options.trackers == "continue" and replay is None and self.world.is_first
-        self.trackers = Trackers(self.reporter.warn, is_on=follows)
+        self.trackers = Trackers(partial(self.reporter.warn, "RK-853"), is_on=follows)
         self.trace = Trace.from_environment(self.world.rank)
         self.is_driven = False  # a framework runs the loop
         self.checked: Sequence[StateComponent] = ()  # see `Checkpointer.drive`

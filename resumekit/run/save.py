@@ -1,4 +1,6 @@
-"""One save, in order, from the agreement of the ranks to the commit; docs/reference/format.md has the files.
+"""One save, in order, from the agreement of the ranks to the commit.
+
+docs/explanation/commit.md has the protocol, docs/reference/format.md the files.
 
 ``DueSaves`` calls ``finish``, then ``save``, on every rank at the same safe point.
 

@@ -38,7 +38,7 @@ from resumekit.errors import (
     SaveError,
     SharedDirectoryError,
 )
-from resumekit.log import logger
+from resumekit.log import logger, warn
 from resumekit.storage.committed import (
     is_complete,
     list_marked,
@@ -389,7 +389,7 @@ class Staging:
                 return
             replace_small(self._file_system, path, data, draft=draft, sync=False)
         except OSError as error:
-            logger.warning("%s is saved, but not named in %s: %s", self.step, path, describe(error))
+            warn("RK-842", "%s is saved, but not named in %s: %s", self.step, path, describe(error))
 
 
 def _check_path(path: str, expected: str) -> None:

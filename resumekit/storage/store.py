@@ -40,7 +40,7 @@ from resumekit.errors import (
     SaveError,
     SharedDirectoryError,
 )
-from resumekit.log import logger
+from resumekit.log import logger, warn
 from resumekit.storage.commit import Staging, Trash, check_space
 from resumekit.storage.committed import list_steps
 from resumekit.storage.directories import (
@@ -279,7 +279,7 @@ class Store:
         if reader.unlisted and not self._has_warned and self._record == self._owner:
             self._has_warned = True  # only rank 0 of a run warns
             files = name_few(reader.unlisted)
-            logger.warning("%s: files that are not in its manifest: %s", reader.path, files)
+            warn("RK-832", "%s: files that are not in its manifest: %s", reader.path, files)
         if self._record is not None and reader.manifest.run_id != self._record.run_id:
             raise self._foreign(reader.manifest)
         return reader

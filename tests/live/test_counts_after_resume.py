@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -457,3 +458,35 @@ def test_only_a_first_fetch_and_a_save_look_at_all_objects(
     finally:
         sys.setprofile(None)
     assert (len(Records.steps), len(found)) == (12, num_searches + (save_every is None))
+
+
+def in_a_shown_bar_of_each_epoch(parts: Trained) -> None:
+    for _ in parts.ckpt.epochs(EPOCHS):
+        for batch in tqdm(parts.batches(), mininterval=0, miniters=1, file=sys.stdout):
+            parts.step(batch)
+
+
+def in_a_shown_bar_of_all_epochs(parts: Trained) -> None:
+    batches = parts.batches(epochs=EPOCHS)
+    for batch in tqdm(batches, mininterval=0, miniters=1, file=sys.stdout):
+        parts.step(batch)
+
+
+@pytest.mark.parametrize(
+    ("train", "total"),
+    [
+        (in_a_shown_bar_of_each_epoch, NUM_BATCHES),
+        (in_a_shown_bar_of_all_epochs, NUM_BATCHES * EPOCHS),
+    ],
+)
+def test_a_progress_bar_continues_at_its_count(
+    train: Train, total: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Records.steps = {}
+    launched(train, tmp_path, crash_at=7)
+    capfd.readouterr()
+    launched(train, tmp_path)
+    shown = re.findall(rf"(\d+)/{total} ", capfd.readouterr().out)
+    counts = [int(each) for each in shown if each != "0"]
+    assert counts[0] == 6 % total
+    assert sorted(set(counts[: total - counts[0] + 2])) == [*range(counts[0], total + 1)]

@@ -60,7 +60,7 @@ RULES = (
         r"(\w+ ){0,2}by name",
         "name, report",
     ),
-    Rule(  # a place is one of a run's further locations, see docs/how-to/places.md, and nothing else
+    Rule(  # a place is a further location of a run, see docs/how-to/places.md, and nothing else
         r"at (a|an|the|its|their|this|that|one|each|every|some|which) place"
         r"|own places?|place in the",
         "position, offset, point",

@@ -108,9 +108,7 @@ def test_several_objects_have_names(tmp_path: Path, remedy: Remedy) -> None:
     assert launch(tmp_path, **options) == 2
 
 
-@pytest.mark.remedy(
-    "The options are listed in docs/reference/options.md and by help(resumekit.run.Options)"
-)
+@pytest.mark.remedy("docs/reference/options.md and help(resumekit.run.Options) list the options")
 def test_the_options_are_listed_where_the_message_says(tmp_path: Path, remedy: Remedy) -> None:
     text = remedy.of(Parts().make, tmp_path, frobnicate=1)
     page = ROOT / re.findall(r"docs/\S+\.md", text)[0]

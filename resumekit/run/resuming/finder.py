@@ -30,7 +30,7 @@ from resumekit.errors import (
     SaveError,
     StateMismatchError,
 )
-from resumekit.log import logger
+from resumekit.log import logger, warn
 from resumekit.places.copies import Copies
 from resumekit.progress_display import human_bytes, show_progress
 from resumekit.run.agreement import ComponentGroups
@@ -358,7 +358,7 @@ class Finder:
             outcome = self.world.on_first(partial(search.fetch, each)) or self._read(name)
             if isinstance(outcome, Found):
                 for rejection in rejected if self.world.is_first else ():
-                    logger.warning("passed over %s: %s", rejection.name, rejection.reason)
+                    warn("RK-831", "passed over %s: %s", rejection.name, rejection.reason)
                 return replace(outcome, rejected=tuple(rejected))
             rejected.append(Rejection(str(name), outcome))
         if rejected:

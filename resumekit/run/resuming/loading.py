@@ -106,7 +106,7 @@ class Loading:
         reporter.log_changes(changes)
         warnings, notes = drift_messages(fit.differences, self.options)
         for warning in warnings:
-            reporter.warn(warning)
+            reporter.warn("RK-821", warning)
         for message in (*notes, *fit.not_needed, *messages):
             reporter.log(message)
         for difference in fit.differences:

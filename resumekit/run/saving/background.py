@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from resumekit.errors import ResumekitError
-from resumekit.log import logger
+from resumekit.log import warn
 
 
 class Work:
@@ -126,7 +126,7 @@ class _Queue:
                 continue
             error = work.wait()
             if error is not None and not work.is_reported:
-                logger.warning("%s failed: %s", work.what, error)
+                warn("RK-841", "%s failed: %s", work.what, error)
             work.is_reported = True
 
     def abandon(self) -> None:

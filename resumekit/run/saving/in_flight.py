@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from resumekit.distributed import World, as_error, from_rank
 from resumekit.errors import ResumekitError, SaveError, SharedDirectoryError
-from resumekit.log import logger
+from resumekit.log import logger, warn
 from resumekit.progress_display import human_bytes
 from resumekit.run.saving.background import Work, add_work
 from resumekit.run.saving.snapshot import Snapshot
@@ -234,7 +234,7 @@ def _logged(removal: Callable[[], object]) -> None:
     try:
         removal()
     except SaveError as error:
-        logger.warning("old checkpoints could not be removed: %s", error)
+        warn("RK-842", "old checkpoints could not be removed: %s", error)
 
 
 # ---------------------------------------------------------------- the collective acts

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from resumekit.cadence import Cadence
 from resumekit.distributed import World
 from resumekit.errors import InsufficientSpaceError, ResumekitError, SaveError
-from resumekit.log import logger
+from resumekit.log import warn
 from resumekit.places.memory import ROOT, SPARE, create_memory, remove_memory
 from resumekit.places.place import Place
 from resumekit.progress_display import human_bytes
@@ -124,7 +124,7 @@ class MemoryCopies:
     def turn_off(self, error: ResumekitError) -> None:
         """Makes no further copies, and gives the memory back."""
         if self._world.is_first:
-            logger.warning("no copies in memory, training continues: %s", error)
+            warn("RK-851", "no copies in memory, training continues: %s", error)
         self.is_off = True
         self.close(None)
 

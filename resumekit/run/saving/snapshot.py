@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from resumekit.errors import SaveError
-from resumekit.log import logger
+from resumekit.log import logger, warn
 from resumekit.serialization.writing import Payload
 from resumekit.storage.io.direct import address_of
 from resumekit.storage.io.pipeline import HostBuffer
@@ -143,7 +143,8 @@ def pinned_buffer(num_bytes: int, driver: CudaDriver) -> PinnedBuffer:
     else:
         raise OSError(errno.ENOMEM, "CUDA still refers to memory that was unmapped")
     if buffer.error:
-        logger.warning(
+        warn(
+            "RK-862",
             "saves block training longer: the copy is not in pinned memory (CUDA error %d)",
             buffer.error,
         )

@@ -1,0 +1,97 @@
+"""Every error and every warning has a code, and the page on troubleshooting a section for each."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from resumekit import errors
+from resumekit.cli import main
+from resumekit.errors import CorruptCheckpointError, ResumekitError, SaveError
+from resumekit.log import warn
+from resumekit.run.report import WARNINGS
+from resumekit.state import Fidelity
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "how-to" / "troubleshooting.md"
+SOURCES = [*(ROOT / "resumekit").rglob("*.py"), *(ROOT / "adapters").rglob("*.py")]
+CLASSES = [
+    each
+    for each in vars(errors).values()
+    if isinstance(each, type) and issubclass(each, ResumekitError) and each is not ResumekitError
+]
+
+
+def sections() -> list[str]:
+    return re.findall(r"^## (RK-\d+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def codes_of_warnings() -> set[str]:
+    calls = (
+        re.findall(r'warn,?\(?\s*"(RK-\d+)"', file.read_text(encoding="utf-8")) for file in SOURCES
+    )
+    return {code for found in calls for code in found} | set(WARNINGS.values())
+
+
+def test_each_class_has_a_code_of_its_own() -> None:
+    codes = [vars(each)["code"] for each in CLASSES]
+    assert len(codes) == len(set(codes)) > 30
+
+
+def test_the_page_has_a_section_for_each_code_and_no_other() -> None:
+    expected = {each.code for each in CLASSES} | codes_of_warnings()
+    assert len(codes_of_warnings()) > 15
+    assert sections() == sorted(expected)
+
+
+def test_the_page_names_the_class_of_each_error() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    for each in CLASSES:
+        section = text.split(f"## {each.code}\n", 1)[1].split("\n## ", 1)[0]
+        assert f"(`{each.__name__}`)" in section, each
+
+
+def test_every_warning_goes_through_one_function() -> None:
+    others = {
+        file.relative_to(ROOT).as_posix()
+        for file in SOURCES
+        if "logger.warning(" in file.read_text(encoding="utf-8")
+    }
+    assert others == {"resumekit/log.py"}
+
+
+def test_every_fidelity_but_exact_has_a_warning() -> None:
+    assert set(WARNINGS) == set(Fidelity) - {Fidelity.EXACT}
+
+
+def test_a_message_ends_with_one_code_whatever_it_quotes(caplog: pytest.LogCaptureFixture) -> None:
+    inner = CorruptCheckpointError("a", found="a wrong digest")
+    assert str(inner) == "a: a wrong digest. [RK-403]"
+    assert (
+        str(SaveError("b", found=f"rank 1: {inner}")) == "b: rank 1: a: a wrong digest.. [RK-301]"
+    )
+    with caplog.at_level(logging.WARNING, logger="resumekit"):
+        warn("RK-831", "passed over: %s", inner)
+    assert caplog.messages == ["passed over: a: a wrong digest. [RK-831]"]
+
+
+@pytest.mark.parametrize("code", sections())
+def test_explain_prints_the_section(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for written in (code, f"[{code}]", code.removeprefix("RK-"), code.lower()):
+        with pytest.raises(SystemExit) as ended:
+            main(["explain", written])
+        assert ended.value.code == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(set(printed)) == 1
+    assert len(printed[0]) > 60
+    assert "](" not in printed[0]
+
+
+def test_explain_refuses_another_code(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", "RK-999"])
+    assert ended.value.code == 2
+    assert "not a code" in capsys.readouterr().err
