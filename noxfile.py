@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import os
 import re
+import shutil
 import sys
 import sysconfig
 import tempfile
@@ -252,6 +253,67 @@ def package(session: nox.Session) -> None:
         python = _environment_with(session, wheel, work / "venv")
         with session.chdir(work):  # the checkout's own package would be imported from its root
             _check_installed(session, python)
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """All of a release but the upload: ``nox -s release -- https://host/owner/resumekit``.
+
+    Wheel and source archive are built from the last commit, with links of the README and addresses
+    of the project that begin with the given one, and today as the date of the version. Each is
+    installed in an empty environment of each supported Python that this machine has, beside the
+    CPU build of torch and without the constraints, and proves a run there.
+    """
+    (address,) = session.posargs
+    dist = Path("dist").absolute()
+    with tempfile.TemporaryDirectory() as temporary:
+        work = Path(temporary)
+        archive = ("git", "archive", "--format=tar", f"--output={work / 'tree.tar'}", "HEAD")
+        session.run(*archive, external=True)
+        shutil.unpack_archive(work / "tree.tar", work / "tree")
+        version = _address_links(work / "tree", address.rstrip("/"))
+        shutil.rmtree(dist, ignore_errors=True)
+        with session.chdir(work / "tree"):
+            session.run(PYTHON, "-m", "build", "--outdir", str(dist), silent=True)
+        files = sorted(map(str, dist.iterdir()))
+        session.run(PYTHON, "-m", "twine", "check", "--strict", *files)
+        pythons = {name: shutil.which(f"python3.{name}") for name in (10, 11, 12, 13)}
+        for name, python in pythons.items():
+            for number, file in enumerate(files if python else ()):
+                place = work / f"python3.{name}-{number}"
+                session.run(python or "", "-m", "venv", str(place), external=True)
+                install = (str(place / "bin" / "python"), "-m", "pip", "install", "-q")
+                session.run(*install, "torch==2.13.0", external=True)
+                session.run(*install, file, external=True)
+                with session.chdir(work):  # not the checkout's own package
+                    command = str(place / "bin" / "resumekit")
+                    session.run(command, "demo", "--quick", env={"PYTHONPATH": None}, external=True)
+    missing = ", ".join(f"3.{name}" for name, python in pythons.items() if not python)
+    session.log(f"not tried, not on this machine: Python {missing or 'none'}")
+    session.log(f"ready: date {version} in CHANGELOG.md, tag v{version}, twine upload {dist}/*")
+
+
+def _address_links(tree: Path, address: str) -> str:
+    """Makes a tree what is released under an address; its version."""
+    words = (tree / "resumekit" / "version.py").read_text(encoding="utf-8").split('"')
+    version = words[-2]
+    pages = f"{address}/blob/v{version}"
+    readme = tree / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    text = re.sub(r"(!\[[^]]*\]\()(?!https?:)", rf"\g<1>{address}/raw/v{version}/", text)
+    readme.write_text(re.sub(r"(\]\()(?!https?:|#)", rf"\g<1>{pages}/", text), encoding="utf-8")
+    changes = tree / "CHANGELOG.md"
+    title = f"## [{version}] - "
+    text = changes.read_text(encoding="utf-8")
+    changes.write_text(
+        text.replace(f"{title}unreleased", f"{title}{datetime.date.today()}"), encoding="utf-8"
+    )
+    project = tree / "pyproject.toml"
+    urls = f'[project.urls]\nHomepage = "{address}"\nChanges = "{pages}/CHANGELOG.md"\n'
+    urls += f'Documentation = "{pages}/docs/index.md"\nIssues = "{address}/issues"\n\n'
+    text = project.read_text(encoding="utf-8")
+    project.write_text(text.replace("[project.scripts]", f"{urls}[project.scripts]"), "utf-8")
+    return version
 
 
 def _check_installed(session: nox.Session, python: Path) -> None:
