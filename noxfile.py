@@ -7,9 +7,11 @@ once: ``pip install -c constraints.txt -e ".[dev,all]"`` prepares it.
 from __future__ import annotations
 
 import datetime
+import glob
 import os
 import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -277,7 +279,7 @@ def release(session: nox.Session) -> None:
             session.run(PYTHON, "-m", "build", "--outdir", str(dist), silent=True)
         files = sorted(map(str, dist.iterdir()))
         session.run(PYTHON, "-m", "twine", "check", "--strict", *files)
-        pythons = {name: shutil.which(f"python3.{name}") for name in (10, 11, 12, 13)}
+        pythons = {name: _python_of(name) for name in (10, 11, 12, 13)}
         for name, python in pythons.items():
             for number, file in enumerate(files if python else ()):
                 place = work / f"python3.{name}-{number}"
@@ -291,6 +293,18 @@ def release(session: nox.Session) -> None:
     missing = ", ".join(f"3.{name}" for name, python in pythons.items() if not python)
     session.log(f"not tried, not on this machine: Python {missing or 'none'}")
     session.log(f"ready: date {version} in CHANGELOG.md, tag v{version}, twine upload {dist}/*")
+
+
+def _python_of(minor: int) -> str | None:
+    """A Python of this version that starts; a shim of pyenv may not."""
+    shims = glob.glob(str(Path.home() / f".pyenv/versions/3.{minor}.*/bin/python"))
+    for each in (*shims, shutil.which(f"python3.{minor}")):
+        if (
+            each
+            and not subprocess.run([each, "-c", ""], capture_output=True, check=False).returncode
+        ):
+            return each
+    return None
 
 
 def _address_links(tree: Path, address: str) -> str:

@@ -23,6 +23,8 @@ from resumekit.storage.manifest import Manifest
 
 def run_page(run: RunFacts) -> str:
     """The page as one HTML document."""
+    newest = run.newest.manifest if run.newest else None
+    capture = _capture(newest) if newest else []
     wanted = (_loss_chart(run), _cost_chart(run), _size_chart(run))
     return render(
         "run.html.j2",
@@ -34,13 +36,24 @@ def run_page(run: RunFacts) -> str:
         has_loss=any(each.losses for each in run.attempts),
         attempts=[_attempt_row(run, index) for index in range(len(run.attempts))],
         resumes=list(_resumes(run)),
-        capture=_capture(run.newest.manifest) if run.newest and run.newest.manifest else [],
+        what=_what(run, newest),
+        capture=capture,
+        are_exact=_all_exact(capture),
         newest=run.newest.name if run.newest else "",
         checkpoints=[_checkpoint_row(run, each) for each in run.checkpoints],
         num_bytes=human_bytes(_disk_bytes(run)),
         problems=run.problems,
         quarantined=run.quarantined,
     )
+
+
+def _what(run: RunFacts, newest: Manifest | None) -> str:
+    """The script, and the days on which it ran."""
+    began = [each.began for each in run.attempts if each.began is not None]
+    days = [_utc(each)[:10] for each in (*began[:1], *[each.last_written for each in run.attempts])]
+    command = newest.fingerprint.get("command") or () if newest else ()
+    words = [" ".join(map(str, command)), " to ".join(dict.fromkeys([*days[:1], *days[-1:]]))]
+    return ", ".join(filter(None, words))
 
 
 def headline(run: RunFacts) -> Headline:
@@ -252,7 +265,8 @@ def _resumes(run: RunFacts) -> Iterator[dict[str, Any]]:
             ]
         yield {
             "title": f"Attempt {header.number}, from {begins}",
-            "restored": [] if written is None else _capture(written),
+            "restored": (restored := [] if written is None else _capture(written)),
+            "are_exact": _all_exact(restored),
             "notes": notes,
         }
 
@@ -265,6 +279,12 @@ def _capture(manifest: Manifest) -> list[tuple[str, str, str]]:
         rows.append((key, str(word), str(line.get("reason", ""))))
     order = {"exact": 1, "not used": 2}
     return sorted(rows, key=lambda row: order.get(row[1], 0))
+
+
+def _all_exact(rows: Sequence[tuple[str, str, str]]) -> list[str]:
+    """The components, where all are exact."""
+    used = [(key, word) for key, word, _ in rows if word != "not used"]
+    return [key for key, _ in used] if all(word == "exact" for _, word in used) else []
 
 
 def _checkpoint_row(run: RunFacts, each: CheckpointFacts) -> dict[str, Any]:

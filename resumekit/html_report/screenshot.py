@@ -20,6 +20,8 @@ _TIMEOUT_SECONDS = 60
 class ScreenshotError(ResumekitError, OSError):
     """The browser did not take a picture."""
 
+    code = "RK-708"
+
 
 def find_browser() -> str:
     """The path of Chromium or Chrome.

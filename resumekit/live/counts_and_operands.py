@@ -100,7 +100,8 @@ def move_progress_bars(asked: Sequence[Any]) -> None:
     """
     for frame in asked:
         if isinstance(frame, FrameType) and frame.f_code.co_filename.endswith("tqdm/std.py"):
-            bar, used = read_variables(frame).get("self"), asked[0].num_used
+            bar: Any = read_variables(frame).get("self")
+            used = asked[0].num_used
             if getattr(bar, "n", None) == 0 and not bar.disable:
                 write_variables(frame, {"n": used, "last_print_n": used})
                 bar.initial = bar.n = bar.last_print_n = used

@@ -11,6 +11,7 @@ import pytest
 from resumekit import errors
 from resumekit.cli import main
 from resumekit.errors import CorruptCheckpointError, ResumekitError, SaveError
+from resumekit.html_report.screenshot import ScreenshotError
 from resumekit.log import warn
 from resumekit.run.report import WARNINGS
 from resumekit.state import Fidelity
@@ -20,7 +21,7 @@ PAGE = ROOT / "docs" / "how-to" / "troubleshooting.md"
 SOURCES = [*(ROOT / "resumekit").rglob("*.py"), *(ROOT / "adapters").rglob("*.py")]
 CLASSES = [
     each
-    for each in vars(errors).values()
+    for each in (*vars(errors).values(), ScreenshotError)
     if isinstance(each, type) and issubclass(each, ResumekitError) and each is not ResumekitError
 ]
 
@@ -34,6 +35,17 @@ def codes_of_warnings() -> set[str]:
         re.findall(r'warn,?\(?\s*"(RK-\d+)"', file.read_text(encoding="utf-8")) for file in SOURCES
     )
     return {code for found in calls for code in found} | set(WARNINGS.values())
+
+
+def test_no_other_module_has_a_class_of_errors() -> None:
+    names = "|".join(each.__name__ for each in (*CLASSES, ResumekitError))
+    found = [
+        name
+        for file in SOURCES
+        if file.name != "errors.py"
+        for name in re.findall(rf"class (\w+)\([^)]*\b(?:{names})\b", file.read_text("utf-8"))
+    ]
+    assert found == ["ScreenshotError"]
 
 
 def test_each_class_has_a_code_of_its_own() -> None:

@@ -883,7 +883,7 @@ def test_every_error_says_where_what_was_found_and_travels_between_ranks() -> No
     import copy
 
     error = StateMismatchError("ema", found="nothing", expected="one", remedy="Give one.")
-    assert str(error) == "ema: nothing, expected one. Give one."
+    assert str(error) == "ema: nothing, expected one. Give one. [RK-501]"
     assert str(copy.copy(error)) == str(error)
     assert isinstance(error, (ValueError, ResumekitError))
 

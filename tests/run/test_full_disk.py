@@ -265,7 +265,7 @@ def test_a_last_save_without_room_is_an_error_that_says_what_is_repeated(
         training.train({8: lambda: report(disk, room)})
     assert training.saved() == ([6] if policy == "prune" else [2, 4, 6])
     newest = "newest checkpoint: step-00000006, a relaunch repeats 2 steps"
-    assert warnings_in(caplog) == [f"the last save failed ({newest})"]
+    assert warnings_in(caplog) == [f"the last save failed ({newest}) [RK-841]"]
 
 
 def test_by_policy_a_last_save_without_room_is_a_warning(

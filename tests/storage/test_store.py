@@ -207,7 +207,7 @@ def test_files_that_the_manifest_does_not_list_are_ignored_and_reported_once(
         store.open_step(name).verify()
         store.open_step(name).verify()
     (message,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert message.endswith(f"step-00000006: files that are not in its manifest: {path}")
+    assert message.endswith(f"step-00000006: files that are not in its manifest: {path} [RK-832]")
     with pytest.raises(CorruptCheckpointError, match="is not listed in the manifest"):
         store.open_step(StepName(5)).file(path)
 
