@@ -62,7 +62,7 @@ def require(framework: str) -> None:
             framework,
             found="not installed" if installed is None else f"version {installed}",
             expected=f"{minimum} or newer",
-            remedy=f'Install it with: pip install "resumekit[{framework}]"',
+            remedy=f'Install it with: pip install "{framework}>={minimum}"',
         )
 
 

@@ -22,9 +22,11 @@ def explain(code: Annotated[str, typer.Argument(help="The end of a message, as R
     sections = dict(re.findall(r"^## (RK-\d+)\n+(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE))
     wanted = f"RK-{code.upper().strip('[]').removeprefix('RK-')}"
     if wanted not in sections:
-        known = f"One of {min(sections)} to {max(sections)}"
         raise ConfigurationError(
-            code, found="not a code", remedy=did_you_mean(wanted, sections) or known
+            code,
+            found="not a code",
+            expected=f"one of {min(sections)} to {max(sections)}",
+            remedy=did_you_mean(wanted, sections),
         )
     text = re.sub(r"\[([^]]*)\]\(([^)]*)\)", _with_path, sections[wanted])
     console = Console()

@@ -336,7 +336,7 @@ def _check_version(content: Mapping[str, Any], where: str) -> None:
             where,
             found=f"format version {version}",
             expected=f"at most {FORMAT_VERSION}",
-            remedy="Install a newer resumekit: pip install --upgrade resumekit",
+            remedy="Install a newer resumekit",
         )
 
 

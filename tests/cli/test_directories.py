@@ -164,7 +164,7 @@ CODES = {
     "replay": (2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2),
     "run": (3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3),
 }
-WITHOUT_DIRECTORY = {"prove", "doctor", "demo"}
+WITHOUT_DIRECTORY = {"prove", "doctor", "demo", "explain"}
 WITH_JSON = ("list", "verify", "inspect", "diff", "history", "prune", "report")
 
 

@@ -33,7 +33,7 @@ def test_errors_are_one_printable_line() -> None:
     error = ConfigurationError(
         "a\nb", found="\x1b[31m", expected="\u202e", remedy="Rename 'x\ny' first"
     )
-    assert str(error) == "a\\nb: \\x1b[31m, expected \\u202e. Rename 'x\\ny' first."
+    assert str(error) == "a\\nb: \\x1b[31m, expected \\u202e. Rename 'x\\ny' first. [RK-101]"
     assert error.args == (str(error),)
 
 

@@ -58,7 +58,7 @@ def test_a_framework_that_is_too_old_is_named_with_both_versions_and_the_way_to_
         require("accelerate")
     assert str(caught.value) == (
         f"accelerate: version {version}, expected 1.12 or newer. "
-        'Install it with: pip install "resumekit[accelerate]".'
+        'Install it with: pip install "accelerate>=1.12". [RK-103]'
     )
 
 
@@ -89,7 +89,7 @@ def test_an_adapter_without_its_framework_fails_at_import_with_that_error() -> N
     assert done.returncode == 1
     last_line = done.stderr.strip().splitlines()[-1]
     assert "MissingDependencyError: accelerate: not installed" in last_line
-    assert 'pip install "resumekit[accelerate]"' in last_line
+    assert 'pip install "accelerate>=1.12"' in last_line
 
 
 def test_the_extras_ask_for_the_versions_in_the_table() -> None:

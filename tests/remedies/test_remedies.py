@@ -325,9 +325,8 @@ def wrong_names(text: Text) -> list[str]:
 _REASONS = {
     "it changes what is installed": (
         "Install a newer resumekit",
-        "Install a newer resumekit: pip install --upgrade resumekit",
         "Install it (apt-get install chromium), or print the page from your browser",
-        'Install it with: pip install "resumekit[{}]"',
+        'Install it with: pip install "{}>={}"',
         "Install it with: pip install pytest",
         "Install the torch that wrote the checkpoint, or a newer one",
         "Install the version of its library that wrote the checkpoint",
