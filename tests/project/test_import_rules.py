@@ -35,7 +35,7 @@ LAYERS: dict[str, set[str]] = {
     "version": set(),
     "printable": set(),
     "errors": {"printable"},
-    "log": {"printable"},
+    "log": {"errors", "printable"},
     "progress_display": {"log", "printable"},
     "requirements": {"errors", "log"},
     "replay_plan": set(),
