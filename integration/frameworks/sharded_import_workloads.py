@@ -10,6 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils.fsdp_utils import (
+    load_fsdp_model,
+    load_fsdp_optimizer,
+    save_fsdp_model,
+    save_fsdp_optimizer,
+)
 from accelerate_sharded_workloads import make_accelerator
 from import_workloads import (
     BATCH_SIZE,
@@ -60,11 +66,35 @@ def network(dropout: float) -> nn.Module:
     )
 
 
+OF_RANKS = "SHARDED_STATE_DICT, use_dcp=False"
+
+
 def save_as(kind: str, accelerator: Any) -> None:
     """What ``save_state`` writes."""
     plugin = accelerator.state.fsdp_plugin
     plugin.state_dict_config = plugin.optim_state_dict_config = None  # those of another kind
-    plugin.set_state_dict_type(kind)
+    plugin.set_state_dict_type(kind.partition(",")[0])
+
+
+class OfRanks:
+    """Saves and loads by files of each rank, which ``save_state`` has no option for."""
+
+    def __init__(self, accelerator: Any, model: Any, optimizer: Any, scheduler: Any) -> None:
+        self.common = accelerator.state.fsdp_plugin, accelerator
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+
+    def save_state(self, path: str) -> None:
+        """Writes the files."""
+        save_fsdp_model(*self.common, self.model, path, use_dcp=False)
+        save_fsdp_optimizer(*self.common, self.optimizer, self.model, path, use_dcp=False)
+        if rank() == 0:
+            torch.save(self.scheduler.state_dict(), f"{path}/scheduler.bin")
+
+    def load_state(self, path: str) -> None:
+        """Loads them."""
+        load_fsdp_model(*self.common, self.model, path, use_dcp=False)
+        load_fsdp_optimizer(*self.common, self.optimizer, self.model, path, use_dcp=False)
+        self.scheduler.load_state_dict(torch.load(f"{path}/scheduler.bin"))
 
 
 def rank() -> int:
@@ -78,12 +108,13 @@ def in_accelerate(directory: str, *, how: str, sharding: str, kind: str, source:
     records, accelerator = LocalRecords(directory, rank()), make_accelerator(sharding, 1)
     accelerator.dataloader_config.use_seedable_sampler = True
     save_as(kind, accelerator)
-    model: Any = network(0.3)
+    model: Any = network(0.0 if kind == OF_RANKS else 0.3)  # they have no RNG states
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     scheduler: Any = CosineAnnealingLR(optimizer, 2 * EPOCHS * PER_EPOCH)
     loader: Any = DataLoader(Numbers(), BATCH_SIZE, shuffle=True)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     torch.manual_seed(rank() + 1)  # ranks draw different dropout masks
+    saver = accelerator if kind != OF_RANKS else OfRanks(accelerator, model, optimizer, scheduler)
 
     def step(batch: Any) -> torch.Tensor:
         loss: torch.Tensor = loss_of(model, batch)
@@ -103,7 +134,7 @@ def in_accelerate(directory: str, *, how: str, sharding: str, kind: str, source:
     else:
         first = 0
         if how == "own":
-            accelerator.load_state(source)
+            saver.load_state(source)
             first = EPOCH
         for epoch in range(first, EPOCHS):
             skips = how == "own" and epoch == first
@@ -112,7 +143,7 @@ def in_accelerate(directory: str, *, how: str, sharding: str, kind: str, source:
             for number, batch in enumerate(batches, BATCH if skips else 0):
                 step(batch)
                 if (how, epoch, number + 1) == ("stock", EPOCH, BATCH):
-                    accelerator.save_state(str(Path(directory) / "state"))
+                    saver.save_state(str(Path(directory) / "state"))
     records.write()
     destroy_process_group()
 

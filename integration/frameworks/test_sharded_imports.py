@@ -21,6 +21,7 @@ from sharded_import_workloads import (
     BATCH,
     EPOCH,
     EPOCHS,
+    OF_RANKS,
     PER_EPOCH,
     in_accelerate,
     in_lightning,
@@ -62,15 +63,19 @@ def is_same(here: Path, there: Path, names: str = "losses samples weights") -> b
     return True
 
 
+def names_in(directory: Path) -> set[str]:
+    return {each.name for each in directory.iterdir()}
+
+
 def log_of(directory: Path) -> str:
     return (directory.parent / "launch-00000-rank-00000.log").read_text()
 
 
-def import_it(source: Path, run: Path) -> None:
+def import_it(source: Path, run: Path, code: int = 0) -> None:
     words = ["import", str(source), str(run), "--epoch", str(EPOCH), "--batch", str(BATCH)]
     with pytest.raises(SystemExit) as ended:
         main(words)
-    assert ended.value.code == 0
+    assert ended.value.code == code
 
 
 SHARDED, FULL = "SHARDED_STATE_DICT", "FULL_STATE_DICT"
@@ -97,6 +102,56 @@ def test_accelerate_continues_with_the_dropout_of_each_rank(
     assert "imported from Accelerate state: no callbacks/accelerator, callbacks/loaders;" in log_of(
         ours
     )
+
+
+def test_files_of_each_rank_continue_on_as_many_ranks(
+    kit: Kit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"sharding": "FSDP2", "kind": OF_RANKS}
+    theirs = stock(kit, in_accelerate, **given)
+    source = tmp_path / "state"
+    shutil.copytree(theirs / "state", source)
+    assert {"optimizer_0_rank1.bin", "pytorch_model_fsdp_0_rank1.bin"} <= names_in(source)
+    import_it(source, tmp_path / "run")
+    ours = launch(kit, in_accelerate, how="resumekit", source=str(tmp_path / "run"), **given)
+    assert is_same(ours, theirs)
+    assert "imported from Accelerate state: no RNG state" in log_of(ours)
+
+    (source / "optimizer_0_rank1.bin").unlink()
+    import_it(source, tmp_path / "torn", 2)
+    assert "0.weight.exp_avg: " in capsys.readouterr().err
+    file = source / "pytorch_model_fsdp_0_rank1.bin"
+    shutil.copyfile(theirs / "state" / "optimizer_0_rank1.bin", source / "optimizer_0_rank1.bin")
+    edited = torch.load(file, weights_only=True)
+    edited["4.bias"].to_local()[-1] += 0.5
+    torch.save(edited, file)
+    import_it(source, tmp_path / "edited")
+    other = launch(kit, in_accelerate, how="resumekit", source=str(tmp_path / "edited"), **given)
+    assert is_same(other, theirs, "samples")
+    assert not is_same(other, theirs, "losses")
+
+
+@pytest.mark.full
+def test_files_of_each_rank_are_loaded_by_accelerate_alike(kit: Kit) -> None:
+    given = {"sharding": "FSDP2", "kind": OF_RANKS}
+    theirs = stock(kit, in_accelerate, **given)
+    own = launch(kit, in_accelerate, how="own", source=str(theirs / "state"), **given)
+    assert is_same(own, theirs)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["LOCAL_STATE_DICT", OF_RANKS])
+def test_files_of_ranks_under_fsdp1_are_loaded_neither_by_accelerate_nor_here(
+    kit: Kit, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    given = {"sharding": "FSDP1", "kind": kind}
+    source = stock(kit, in_accelerate, **given) / "state"
+    own = kit.run_again(
+        kit.new_run(Cell(in_accelerate, {"how": "own", "source": str(source), **given}, 2))
+    )
+    assert "Weights only load failed" in own.failure
+    import_it(source, tmp_path / "run", 2)
+    assert "ShardedTensors of FSDP1, which need the process group" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", [SHARDED, FULL])

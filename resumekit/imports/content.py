@@ -23,7 +23,7 @@ from resumekit.imports.reading import (
     read_torch_file,
 )
 from resumekit.imports.recognition import SHARDED_META, OtherCheckpoint, WrittenBy, recognise
-from resumekit.imports.sharded import read_dcp
+from resumekit.imports.sharded import read_dcp, read_ranks
 from resumekit.state import Slot
 
 _MODEL, _OPTIMIZER = Slot.MODEL.value, Slot.OPTIMIZER.value
@@ -161,7 +161,7 @@ _FILES = {
     _SCHEDULER: ("scheduler{}.pt", "scheduler{}.bin"),
     _SCALER: ("scaler{}.pt",),
 }
-_SHARDED = {_MODEL: "pytorch_model_fsdp_{}", _OPTIMIZER: "optimizer_{}"}  # with each number
+_SHARDED = {_MODEL: "pytorch_model_fsdp", _OPTIMIZER: "optimizer"}
 
 
 def _objects(found: OtherCheckpoint) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def _objects(found: OtherCheckpoint) -> dict[str, Any]:
     if not any(key.partition("/")[0] == _MODEL for key in given):
         _refuse(
             found,
-            f"{found} without the weights of a model, or with those of each rank",
+            f"{found} without the weights of a model",
             "model.safetensors, pytorch_model.bin, pytorch_model_fsdp.bin or pytorch_model_fsdp_0",
         )
     return given
@@ -193,12 +193,26 @@ def _numbered(found: OtherCheckpoint, slot: str) -> Iterator[Any]:
         suffix = f"_{number}" if number else ""
         states = (read_state(folder / name.format(suffix), trusts=trusts) for name in _FILES[slot])
         state = next((each for each in states if each is not None), None)
-        shards = folder / _SHARDED.get(slot, "{}.").format(number)
-        if state is None and shards.is_dir():
-            (state,) = read_dcp(shards, trusts=trusts).values()
-        if state is None:
-            return
+        shards = f"{_SHARDED.get(slot, slot)}_{number}"
+        if state is None and (folder / shards).is_dir():
+            (state,) = read_dcp(folder / shards, trusts=trusts).values()
+        if state is None:  # those of LOCAL_STATE_DICT have no number of a first object
+            stems = (shards, f"{_SHARDED.get(slot, slot)}{suffix}")
+            several = (_of_ranks(folder, f"{each}_rank{{}}.bin").values() for each in stems)
+            files = next(filter(None, several), None)
+            if files is None:
+                return
+            state = read_ranks(files, trusts=trusts)
         yield state
+
+
+def _of_ranks(folder: Path, name: str) -> dict[int, Path]:
+    """The files of the ranks in their order; ``name`` has a place for the rank."""
+    prefix, suffix = name.split("{}")
+    found = {
+        each.name[len(prefix) : -len(suffix)]: each for each in folder.glob(f"{prefix}*{suffix}")
+    }
+    return {int(rank): found[rank] for rank in sorted(filter(str.isdecimal, found), key=int)}
 
 
 def _rng(python: Any, numpy: Any, cpu: Any, cuda: Any = ()) -> dict[str, Any]:
@@ -236,12 +250,7 @@ def _rng_of_ranks(
     folder, read = found.path, partial(read_torch_file, trusts=found.trusted)
     if (folder / one).is_file():
         return (convert(read(folder / one)),)
-    prefix, suffix = several.split("{}")
-    files = {
-        int(each.name[len(prefix) : -len(suffix)]): each
-        for each in folder.glob(several.format("*"))
-        if each.name[len(prefix) : -len(suffix)].isdecimal()
-    }
+    files = _of_ranks(folder, several)
     ranks = range(max(files, default=0) + 1)
     return tuple(convert(read(files[r])) if r in files else None for r in ranks)
 

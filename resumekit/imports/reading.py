@@ -70,9 +70,17 @@ def _load(source: Any, path: Path, trusts: bool, **options: Any) -> Any:
             remedy="Pass import_from=PATH and trust_import=True in the script that has them",
         ) from error
     except pickle.UnpicklingError as error:
+        names = _named(source, error)
+        if "torch.distributed._shard" in names:
+            raise ConfigurationError(
+                str(path),
+                found="ShardedTensors of FSDP1, which need the process group that saved them",
+                expected="whole tensors, or shards in a DCP directory",
+                remedy="Load it in the job that wrote it, and save a FULL_STATE_DICT",
+            ) from error
         raise ConfigurationError(
             str(path),
-            found=f"objects that only an unrestricted pickle can make ({_named(source, error)})",
+            found=f"objects that only an unrestricted pickle can make ({names})",
             expected="tensors and plain values",
             remedy="Load it in the program that wrote it, and save the state_dicts alone; or, if "
             "you trust who wrote it, run what it names: --trust, trust_import=True",

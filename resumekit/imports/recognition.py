@@ -88,7 +88,7 @@ def _recognise_directory(path: Path, names: set[str]) -> OtherCheckpoint | None:
         with suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
             step = int(json.loads((path / "trainer_state.json").read_text())["global_step"])
         return OtherCheckpoint(path, WrittenBy.TRAINER, step)
-    if any(name.startswith("random_states_") for name in names):
+    if any(name.startswith(("random_states_", "pytorch_model_fsdp")) for name in names):
         return OtherCheckpoint(path, WrittenBy.ACCELERATE)
     if ".metadata" in names and any(name.endswith(".distcp") for name in names):
         meta = _recognise_file(path / SHARDED_META) if SHARDED_META in names else None

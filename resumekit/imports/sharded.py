@@ -1,17 +1,18 @@
-"""Reads checkpoints of ``torch.distributed.checkpoint``, whatever ranks have written them."""
+"""Reads shards as whole tensors: from directories of DCP, and from the files of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from resumekit.imports.reading import read_metadata, read_torch_bytes
-from resumekit.serialization.sharding import Box, Layout
+from resumekit.imports.reading import read_metadata, read_torch_bytes, read_torch_file
+from resumekit.serialization.sharding import Box, Layout, box_of, local_part
 
 
 class _Level(dict[Any, Any]):
@@ -65,17 +66,55 @@ def _item(directory: Path, trusts: bool, info: Any) -> Any:
 def _tensor(read: Callable[[Any], Any], key: str, entry: Any, places: Mapping[Any, Any]) -> Tensor:
     shape, (dtype, *_) = tuple(entry.size), entry.properties.parts
     boxes = [Box(tuple(each.offsets), tuple(each.sizes)) for each in entry.chunks]
+    return _whole(key, shape, dtype, boxes, lambda box: read(places[key, box.offsets]))
+
+
+def _whole(
+    key: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    boxes: Iterable[Box],
+    read: Callable[[Box], Any],
+) -> Tensor:
+    """A tensor of its parts, which are read one after the other."""
     boxes = [each for each in boxes if each.num_elements]
     problem = Layout.of_chunks([(0, each) for each in boxes]).tiling_problem(shape)
     if problem:  # torch 2.13 checks it when it saves alone
         raise ValueError(f"{key}: {problem}")
     whole = torch.empty(shape, dtype=dtype)
     for box in boxes:
-        part = read(places[key, box.offsets])
+        part = read(box)
         if not isinstance(part, Tensor) or (tuple(part.shape), part.dtype) != (box.sizes, dtype):
             raise ValueError(f"{key}: the part {box} is another one")
         whole[box.slices] = part
     return whole
+
+
+def read_ranks(files: Iterable[Path], *, trusts: bool) -> Any:
+    """What the ranks have saved, each in a file of its own, in whole tensors.
+
+    What is no shard is that of the first file.
+
+    Args:
+        files: of all ranks.
+        trusts: see ``read_torch_file``.
+
+    Raises:
+        ConfigurationError: a file is damaged, or has objects of other classes.
+        ValueError: parts of a tensor are missing, or do not fit.
+    """
+    return _joined("", [read_torch_file(each, trusts=trusts) for each in files])
+
+
+def _joined(key: str, states: Sequence[Any]) -> Any:
+    first = states[0]
+    if isinstance(first, DTensor):  # its mesh has the coordinate of the rank that saved it
+        boxes = {box_of(each, key): local_part(each) for each in states}
+        parts = {box: part for box, part in boxes.items() if box is not None}
+        return _whole(key, tuple(first.shape), first.dtype, parts, parts.__getitem__)
+    if isinstance(first, Mapping):
+        return {name: _joined(f"{key}.{name}", [each[name] for each in states]) for name in first}
+    return first
 
 
 def _nested(value: Any) -> Any:

@@ -265,8 +265,9 @@ BUDGET: dict[str, int] = {
     # what an imported step lacks; 20: trackers; 50: several objects of an imported step
     "run": 6_485,
     # readers of six formats, what each of them lacks, and the step; 125: DCP directories, whose
-    # metadata is a pickle; 145: partitions of DeepSpeed; 75: shards, several objects, trust, PEFT
-    "imports": 930,
+    # metadata is a pickle; 145: partitions of DeepSpeed; 75: shards, several objects, trust, PEFT;
+    # 35: files of each rank
+    "imports": 970,
     "__main__": 5,
     "checkpointer": 170,  # 10: types that are known before their objects
     # 200: a few tensors at a time; averages; shards, and what from_pretrained, torch and DCP open;
