@@ -20,7 +20,7 @@ from sharded_workloads import (
     make_optimizer,
 )
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -31,7 +31,9 @@ EPOCH, BATCH = 1, 2  # where it saves
 
 
 @in_a_process_group
-def train(directory: str, *, layout: str, how: str, optimizer: str = "adamw") -> None:
+def train(
+    directory: str, *, layout: str, how: str, optimizer: str = "adamw", flat: bool = False
+) -> None:
     """Leaves the losses of each rank, and the whole weights and moments of some steps.
 
     Args:
@@ -39,6 +41,7 @@ def train(directory: str, *, layout: str, how: str, optimizer: str = "adamw") ->
         layout: how the model is sharded.
         how: "stock" trains without resumekit and saves; else the run directory.
         optimizer: which one.
+        flat: whether its state is saved with ``flatten_optimizer_state_dict``.
     """
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     torch.manual_seed(0 if how == "stock" else 99)
@@ -68,7 +71,7 @@ def train(directory: str, *, layout: str, how: str, optimizer: str = "adamw") ->
             for batch, _ in enumerate(steps(loader), 1):
                 if (epoch, batch) == (EPOCH, BATCH):
                     notes["saved"] = gathered(model, optim, None)
-                    _save(model, optim, scheduler, f"{directory}/saved")
+                    _save(model, optim, scheduler, f"{directory}/saved", flat)
     else:
         given: dict[str, Any] = {"model": model, "optimizer": optim, "lr_scheduler": scheduler}
         checkpointer = Checkpointer(how, **given, save_every=None, allow_changes={"batch_size"})
@@ -84,8 +87,9 @@ def train(directory: str, *, layout: str, how: str, optimizer: str = "adamw") ->
     torch.save(notes, Path(directory, f"notes-{rank}.pt"))
 
 
-def _save(model: nn.Module, optim: Any, scheduler: Any, path: str) -> None:
-    of_model, of_optimizer = get_state_dict(model, optim)
+def _save(model: nn.Module, optim: Any, scheduler: Any, path: str, flat: bool) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    of_model, of_optimizer = get_state_dict(model, optim, options=options)
     app = {"model": of_model, "optim": of_optimizer}
     state = {"app": app, "scheduler": scheduler.state_dict(), "step": EPOCH * PER_EPOCH + BATCH}
     dcp.save(state, checkpoint_id=path)

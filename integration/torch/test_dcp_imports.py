@@ -44,13 +44,14 @@ def import_it(source: Path, run: Path) -> None:
     assert ended.value.code == 0
 
 
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
 @pytest.mark.parametrize("optimizer", ["adamw", "groups"])
 @pytest.mark.parametrize("layout", ["fsdp", "fsdp1", "tp", "ddp"])
-@pytest.mark.quick("fsdp-adamw")
+@pytest.mark.quick("fsdp-adamw-nested")
 def test_a_run_on_as_many_ranks_continues_bit_for_bit(
-    kit: Kit, tmp_path: Path, layout: str, optimizer: str
+    kit: Kit, tmp_path: Path, layout: str, optimizer: str, flat: bool
 ) -> None:
-    given = {"layout": layout, "optimizer": optimizer}
+    given = {"layout": layout, "optimizer": optimizer, "flat": flat}
     theirs = stock(kit, 2, **given)
     import_it(theirs / "saved", tmp_path / "run")
     ours = launch(kit, 2, how=str(tmp_path / "run"), **given)

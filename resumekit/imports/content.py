@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from resumekit.capture.global_rng import python_state
+from resumekit.capture.nested_state import is_same
 from resumekit.errors import ConfigurationError
 from resumekit.imports.deepspeed_tags import read_tag
 from resumekit.imports.reading import (
@@ -430,10 +431,6 @@ def _of_state_dicts(found: OtherCheckpoint, saved: Any) -> OtherContent:
     given = {k: v for slot, values in parts.items() for k, v in _named(slot, values).items()}
     if _MODEL not in parts:
         _refuse(found, f"{found} without a dict of tensors", "the state_dict of a model")
-    for name, value in others.items():
-        if isinstance(value, Mapping) and any(str(k).startswith("param_groups.") for k in value):
-            # torch 2.13 checkpoint/state_dict.py flatten_optimizer_state_dict: no groups are left.
-            _refuse(found, f"a flattened optimizer state dict, {name!r}", "one with param_groups")
     steps = [others[name] for name in _STEP_NAMES if type(others.get(name)) is int]
     step = steps[0] if steps else _steps_in(given)
     taken = [name for name in _STEP_NAMES if name in others][:1]
@@ -461,7 +458,40 @@ def _values(saved: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, An
         if is_above and _slot_of(value) is None:
             yield from _values(value, f"{above}{name}.")
         else:
-            yield f"{above}{name}", value
+            yield f"{above}{name}", _unflattened(value)
+
+
+_FLAT_GROUP, _FLAT_STATE = "param_groups.", "state."
+
+
+def _unflattened(value: Any) -> Any:
+    """The state of an optimizer that was flattened; anything else as it is.
+
+    Parameters with the same hyperparameters become one group: the groups are not in there.
+
+    Source: torch 2.13 distributed/checkpoint/state_dict.py _flatten_optim_state_dict.
+    """
+    names = [*map(str, value)] if isinstance(value, Mapping) else []
+    if not any(name.startswith(_FLAT_GROUP) for name in names):
+        return value
+    of_each: dict[str, dict[str, dict[str, Any]]] = {_FLAT_GROUP: {}, _FLAT_STATE: {}}
+    for name in names:
+        part = _FLAT_GROUP if name.startswith(_FLAT_GROUP) else _FLAT_STATE
+        parameter, _, key = name.removeprefix(part).rpartition(".")
+        of_each[part].setdefault(parameter, {})[key] = value[name]
+    groups: list[tuple[dict[str, Any], list[str]]] = []
+    for parameter, given in of_each[_FLAT_GROUP].items():
+        members = next((m for known, m in groups if is_same(known, given)), None)
+        if members is None:
+            groups.append((given, members := []))
+        members.append(parameter)
+    strange = of_each[_FLAT_STATE].keys() - of_each[_FLAT_GROUP].keys()
+    if strange:
+        raise ValueError(f"a flattened state of {min(strange)}, which is no parameter")
+    return {
+        "state": of_each[_FLAT_STATE],
+        "param_groups": [{**given, "params": members} for given, members in groups],
+    }
 
 
 def _slot_of(value: Any) -> str | None:

@@ -107,17 +107,51 @@ def test_a_parameter_in_another_group_is_refused(tmp_path: Path) -> None:
         resume(tmp_path, tmp_path / "run", net, optimizer)
 
 
-def test_a_flattened_optimizer_is_refused(tmp_path: Path) -> None:
+def flattened_state(net: nn.Module, optimizer: Any) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
         get_optimizer_state_dict,
     )
 
-    net, optimizer = trained()
     options = StateDictOptions(flatten_optimizer_state_dict=True)
-    flat = get_optimizer_state_dict(net, optimizer, options=options)
+    return dict(get_optimizer_state_dict(net, optimizer, options=options))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 0, 3, 2)])
+def test_a_flattened_optimizer_has_groups_by_their_hyperparameters(
+    tmp_path: Path, order: tuple[int, ...]
+) -> None:
+    net, optimizer = made(split=2)
+    optimizer.param_groups[1]["lr"] = 0.3
+    for number in range(3):
+        net(torch.full((2, 4), float(number))).sum().backward()
+        optimizer.step()
+    expected = named_state(net, optimizer)
+    flat = flattened_state(net, optimizer)
+    dcp.save({"model": net.state_dict(), "optim": flat}, checkpoint_id=tmp_path / "a")
+    other, its_optimizer = made(order, split=2)
+    resume(tmp_path / "a", tmp_path / "run", other, its_optimizer)
+    found = named_state(other, its_optimizer)
+    assert is_same(found["state"], expected["state"])
+    assert [each["lr"] for each in found["param_groups"]] == [0.1, 0.3]
+    assert is_same(other.state_dict(), net.state_dict())
+
+
+def test_flattened_groups_of_equal_hyperparameters_are_refused_with_their_sizes(
+    tmp_path: Path,
+) -> None:
+    net, optimizer = made(split=2)
+    flat = flattened_state(net, optimizer)
+    dcp.save({"model": net.state_dict(), "optim": flat}, checkpoint_id=tmp_path / "a")
+    with pytest.raises(StateMismatchError, match=r"groups of 4 .*, expected groups of 2, 2 "):
+        resume(tmp_path / "a", tmp_path / "run", *made(split=2))
+
+
+def test_a_flattened_state_of_no_parameter_is_refused(tmp_path: Path) -> None:
+    net, optimizer = trained()
+    flat = {**flattened_state(net, optimizer), "state.2.weight.exp_avg": torch.ones(1)}
     dcp.save({"model": net.state_dict(), "optim": flat}, checkpoint_id=tmp_path)
-    with pytest.raises(ConfigurationError, match="a flattened optimizer state dict, 'optim'"):
+    with pytest.raises(ConfigurationError, match=r"state of 2\.weight, which is no parameter"):
         read_content(tmp_path)
 
 
