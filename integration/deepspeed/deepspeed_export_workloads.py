@@ -150,6 +150,20 @@ def continue_import(
         note(engine, numbers, Path(directory) / source)
 
 
+def save_elastic(directory: str, *, stage: int, source: str = "", elastic: bool = True) -> None:
+    """Saves partitions with ``elastic_checkpoint``, which no Checkpointer takes; or loads them."""
+    start_ranks()
+    model = make_model(tied=False, frozen=False, stage=stage)
+    engine = make_engine(model, stage, "fp32", lr_scheduler=one_cycle, elastic=elastic)
+    if source:
+        engine.load_checkpoint(str(Path(directory) / source))
+    else:
+        for _ in train(engine, range(SAVED_AT)):
+            pass
+        engine.save_checkpoint(str(Path(directory) / NATIVE))
+    destroy_process_group()
+
+
 def other_engine(stage: int, precision: str, tied: bool, frozen: bool, sub_group_size: int) -> Any:
     """An engine with other weights than those of the run that saved."""
     start_ranks()

@@ -20,6 +20,7 @@ from deepspeed_export_workloads import (
     continue_from,
     continue_import,
     save_both,
+    save_elastic,
 )
 from followed_exports import continued, differing, noted, saved
 
@@ -30,6 +31,8 @@ PRELOAD = DEEPSPEED
 IMPORTED = "imported"
 SAME: tuple[tuple[int, dict[str, Any]], ...] = (
     (1, {"stage": 0, "tied": True}),
+    (2, {"stage": 0, "tied": True, "precision": "bf16"}),
+    (1, {"stage": 0, "frozen": True, "precision": "fp16"}),
     (2, {"stage": 1, "frozen": True}),
     (1, {"stage": 1, "precision": "bf16"}),
     (2, {"stage": 2, "tied": True, "precision": "fp16"}),
@@ -40,6 +43,7 @@ OTHERWISE: tuple[tuple[int, dict[str, Any], int, int], ...] = (
     (2, {"stage": 2, "tied": True}, 3, 1),
     (2, {"stage": 3, "frozen": True}, 3, 1),
     (1, {"stage": 1}, 0, 2),
+    (1, {"stage": 0, "precision": "bf16"}, 2, 2),
     (1, {"stage": 0}, 2, 2),
 )
 
@@ -95,6 +99,22 @@ def test_swapped_moments_are_found(kit: Kit) -> None:
     found = differing(continued(kit, run, continue_import, IMPORTED), expected)
     assert any("['losses']" in name for name in found)
     assert not any("['loaded']['head.weight']" in name for name in found)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("elastic", [True, False])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_deepspeed_saves_elastic_and_cannot_load_is_refused(
+    kit: Kit, capsys: pytest.CaptureFixture[str], stage: int, elastic: bool
+) -> None:
+    run = saved(kit, save_elastic, {"stage": stage}, 2)
+    again = {"stage": stage, "source": NATIVE, "elastic": elastic}
+    own = kit.run_again(replace(run, cell=Cell(save_elastic, again, 2)))
+    # With an optimizer of torch, whose param groups have no step.
+    assert ("AssertionError" if elastic else "KeyError: 'base_optimizer_state_step'") in own.failure
+    assert import_tag(run) == 2
+    expected = "elastic_checkpoint, which leaves hyperparameters out, expected a checkpoint without"
+    assert expected in capsys.readouterr().err
 
 
 class Hostile:

@@ -90,6 +90,7 @@ def make_engine(
     *,
     lr_scheduler: Callable[..., Any] | None = None,
     sub_group_size: int = 3000,
+    elastic: bool = False,
 ) -> Any:
     """DeepSpeed's engine; its optimizer steps on fp32 weights, at stage 3 in small groups."""
     config: dict[str, Any] = {
@@ -104,6 +105,8 @@ def make_engine(
     if stage == 3:  # some parameters are kept whole on every rank
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 400
         config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    if elastic:
+        config["zero_optimization"]["elastic_checkpoint"] = True
     return deepspeed.initialize(
         model=model,
         model_parameters=param_groups(model),

@@ -88,6 +88,7 @@ def read_tag(folder: Path, *, trusts: bool) -> Tag:
         _refuse(folder, "tensor parallelism", "a data-parallel job")
     weights: dict[str, Any] = dict(first["module"])
     optimizer = first["optimizer"]
+    scaler = vars(zeros[0].get("loss_scaler", Stored())) if zeros else {}
     if zeros:
         optimizer = _Partitions(zeros, first["param_shapes"]).load(folder, weights)
         for name, shape in (first.get("frozen_param_shapes") or {}).items():
@@ -96,8 +97,12 @@ def read_tag(folder: Path, *, trusts: bool) -> Tag:
                 weights[name] = _joined(parts)[: shape.numel()].view(shape)
         tied = first.get("shared_params") or {}  # not of early versions
         weights |= {name: weights[other] for name, other in tied.items()}
-    elif "fp32_groups" in optimizer or "fp32_groups_flat" in optimizer:
-        _refuse(folder, "stage 0 in 16 bits, whose fp32 weights have no names", "stage 1, 2 or 3")
+    elif "fp32_groups_flat" in optimizer:
+        _refuse(folder, "stage 0 in 16 bits with a fused optimizer", "stage 1, 2 or 3")
+    elif "fp32_groups" in optimizer:
+        weights |= _unrounded(folder, weights, optimizer["fp32_groups"])
+        scaler = {**optimizer, "dynamic": optimizer["dynamic_loss_scale"]}
+        optimizer = optimizer["optimizer_state_dict"]
     given = {Slot.MODEL.value: weights, Slot.OPTIMIZER.value: optimizer}
     if first["lr_scheduler"] is not None:
         given[Slot.LR_SCHEDULER.value] = first["lr_scheduler"]
@@ -112,9 +117,8 @@ def read_tag(folder: Path, *, trusts: bool) -> Tag:
         "global_grad_norm": None,
     }
     states: dict[str, Any] = {COUNTERS: counters}
-    scaler = vars(zeros[0].get("loss_scaler", Stored())) if zeros else {}
     if scaler.get("dynamic"):
-        states[Slot.GRAD_SCALER.value] = {name: scaler[name] for name in _SCALE}
+        states[Slot.GRAD_SCALER.value] = {n: scaler[n] for n in _SCALE if n in scaler}
     client = {name: value for name, value in first.items() if name not in _OF_ENGINE}
     return Tag(given, states, step, step * window, client)
 
@@ -132,6 +136,41 @@ def _files(folder: Path, end: str) -> list[Path]:
 
 def _refuse(folder: Path, found: str, expected: str) -> None:
     raise ConfigurationError(str(folder), found=f"DeepSpeed: {found}", expected=expected)
+
+
+def _unrounded(
+    folder: Path, weights: Mapping[str, Any], groups: Sequence[Sequence[Tensor]]
+) -> dict[str, Tensor]:
+    """The fp32 weights of stage 0, which have no names, by what they are in 16 bits.
+
+    Those that are equal in 16 bits have the order of the module, if the rest of their group has.
+    """
+    types = {each.dtype for each in weights.values()}
+    names: dict[Any, list[str]] = {}
+    for name, each in weights.items():
+        names.setdefault(_bits(each), []).append(name)
+    found: dict[Any, list[tuple[int, Tensor]]] = {}
+    is_ordered, order = True, [*weights]
+    for number, group in enumerate(groups):
+        bits = [next(filter(names.get, (_bits(p.to(t)) for t in types)), None) for p in group]
+        known = [order.index(names[each][0]) for each in bits if each and len(names[each]) == 1]
+        is_ordered &= known == sorted(known)
+        for each, parameter in zip(bits, group, strict=True):
+            found.setdefault(each, []).append((number, parameter))
+    named: dict[str, Tensor] = {}
+    for each, members in found.items():
+        of_groups, exact = zip(*members, strict=True)
+        mine, is_one = names.get(each, []), all(torch.equal(exact[0], other) for other in exact)
+        in_order = is_ordered and len({*of_groups}) == 1 and len(exact) == len(mine)
+        if not mine or not (is_one or in_order):
+            what = f"equal in 16 bits: {', '.join(mine[:3])}" if mine else "not in the module"
+            _refuse(folder, f"stage 0 with fp32 weights that are {what}", "stage 1, 2 or 3")
+        named |= zip(mine, exact[:1] * len(mine) if is_one else exact, strict=True)
+    return named
+
+
+def _bits(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, hash(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def _window(config: Mapping[str, Any], ranks: int) -> int:
@@ -164,7 +203,8 @@ class _Partitions:
         """Adds the fp32 weights; gives the optimizer's ``state_dict`` as it is without ZeRO."""
         bases = [zero[self.base] for zero in self.zeros]
         if not isinstance(bases[0], Mapping):
-            _refuse(folder, "zero_optimization.elastic_checkpoint", "a checkpoint without it")
+            what = "zero_optimization.elastic_checkpoint, which leaves hyperparameters out"
+            _refuse(folder, what, "a checkpoint without it")
         groups, state, number = [], {}, 0
         for group in bases[0]["param_groups"]:
             members = []

@@ -78,7 +78,7 @@ def test_what_the_script_saved_is_asked_for_or_named(
     ("change", "error"),
     [
         ({"mp_world_size": 2}, "tensor parallelism"),
-        ({"optimizer": {"fp32_groups": []}}, "stage 0 in 16 bits"),
+        ({"optimizer": {"fp32_groups_flat": []}}, "stage 0 in 16 bits with a fused optimizer"),
         ({"module": None}, "so not one as a checkpoint of DeepSpeed"),
     ],
 )
@@ -96,3 +96,42 @@ def test_other_kinds_are_refused(
     torch.save({**saved, **change}, path)
     with pytest.raises(ConfigurationError, match=error):
         read_content(tmp_path / "out")
+
+
+ONE, NEXT = torch.ones(2), torch.ones(2) + 2.0**-12  # one in bf16
+
+
+@pytest.mark.parametrize(
+    ("groups", "wrong"),
+    [
+        ([[ONE, 2 * ONE, NEXT]], None),
+        ([[2 * ONE], [ONE, NEXT]], None),
+        ([[ONE, 2 * ONE], [NEXT]], "equal in 16 bits: first, last"),
+        ([[4 * ONE, 3 * ONE, ONE, NEXT]], "equal in 16 bits: first, last"),
+        ([[5 * ONE]], "not in the module"),
+    ],
+)
+def test_fp32_weights_have_the_names_of_those_in_16_bits(
+    tmp_path: Path, groups: list[list[torch.Tensor]], wrong: str | None
+) -> None:
+    module = {"first": ONE, "other": 3 * ONE, "middle": 2 * ONE, "next": 4 * ONE, "last": ONE}
+    module["tied"] = module["middle"]
+    low = {name: each.bfloat16() for name, each in module.items()}
+    optimizer = {
+        "fp32_groups": groups,
+        "optimizer_state_dict": {"state": {}, "param_groups": []},
+        "dynamic_loss_scale": False,
+    }
+    counts = {"global_steps": 1, "global_samples": 1, "skipped_steps": 0, "ds_config": {}}
+    ranks = {"dp_world_size": 1, "mp_world_size": 1, "lr_scheduler": None}
+    saved = {"module": low, "optimizer": optimizer, **counts, **ranks}
+    torch.save(saved, tmp_path / "mp_rank_00_model_states.pt")
+    if wrong is not None:
+        with pytest.raises(ConfigurationError, match=wrong):
+            read_content(tmp_path)
+        return
+    found = read_content(tmp_path).given["model"]
+    assert found["other"].dtype == torch.bfloat16
+    assert torch.equal(found["first"], ONE)
+    assert torch.equal(found["last"], NEXT)
+    assert torch.equal(found["tied"], found["middle"])
