@@ -6,7 +6,6 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
@@ -216,44 +215,40 @@ def _of_ranks(folder: Path, name: str) -> dict[int, Path]:
     return {int(rank): found[rank] for rank in sorted(filter(str.isdecimal, found), key=int)}
 
 
-def _rng(python: Any, numpy: Any, cpu: Any, cuda: Any = ()) -> dict[str, Any]:
-    """The RNG states of a rank, from what the libraries give.
-
-    Args:
-        python: of ``random.getstate``.
-        numpy: of ``np.random.get_state``.
-        cpu: of ``torch.get_rng_state``.
-        cuda: of ``torch.cuda.get_rng_state``, or of all devices.
-    """
-    of_python, of_numpy = random.Random(0), np.random.RandomState(0)
-    of_python.setstate(python)
-    of_numpy.set_state(numpy)
-    return {
-        "python": python_state(of_python),
-        "numpy": of_numpy.get_state(legacy=False),
-        "torch": cpu,
-        "cuda": list(cuda) if isinstance(cuda, (list, tuple)) else [cuda],
-        "generators": {},
-    }
-
-
 def _rng_of_ranks(
-    found: OtherCheckpoint, one: str, several: str, convert: Callable[[Any], dict[str, Any]]
+    found: OtherCheckpoint, name: str, python: str, numpy: str, cpu: str, cuda: str
 ) -> tuple[Mapping[str, Any] | None, ...]:
     """The RNG states of all ranks.
 
     Args:
         found: the checkpoint.
-        one: the name of the file of a single process.
-        several: the names of the ranks' files, with a place for the rank.
-        convert: makes the states of what a file holds.
+        name: of the file of a single process; those of ranks have a number before its end.
+        python: where a file has the state of ``random.getstate``.
+        numpy: that of ``np.random.get_state``.
+        cpu: that of ``torch.get_rng_state``.
+        cuda: that of ``torch.cuda.get_rng_state``, or those of all devices.
     """
-    folder, read = found.path, partial(read_torch_file, trusts=found.trusted)
-    if (folder / one).is_file():
-        return (convert(read(folder / one)),)
-    files = _of_ranks(folder, several)
-    ranks = range(max(files, default=0) + 1)
-    return tuple(convert(read(files[r])) if r in files else None for r in ranks)
+
+    def read(path: Path) -> dict[str, Any]:
+        saved = read_torch_file(path, trusts=found.trusted)
+        of_python, of_numpy = random.Random(0), np.random.RandomState(0)
+        of_python.setstate(saved[python])
+        of_numpy.set_state(saved[numpy])
+        of_cuda = saved.get(cuda, ())
+        return {
+            "python": python_state(of_python),
+            "numpy": of_numpy.get_state(legacy=False),
+            "torch": saved[cpu],
+            "cuda": list(of_cuda) if isinstance(of_cuda, (list, tuple)) else [of_cuda],
+            "generators": {},
+        }
+
+    if (found.path / name).is_file():
+        return (read(found.path / name),)
+    files = _of_ranks(found.path, name.replace(".", "_{}."))
+    return tuple(
+        read(files[rank]) if rank in files else None for rank in range(max(files, default=0) + 1)
+    )
 
 
 # ---------------------------------------------------------------- the Trainer
@@ -281,12 +276,7 @@ def _trainer(found: OtherCheckpoint) -> OtherContent:
         f"Trainer {folder.name}",
         StartPosition(step, epoch, batch),
         _objects(found),
-        rng=_rng_of_ranks(
-            found,
-            "rng_state.pth",
-            "rng_state_{}.pth",
-            lambda it: _rng(it["python"], it["numpy"], it["cpu"], it.get("cuda", ())),
-        ),
+        rng=_rng_of_ranks(found, "rng_state.pth", "python", "numpy", "cpu", "cuda"),
         num_ahead=1,  # accelerate 1.15 data_loader.py DataLoaderShard.__iter__
         num_batches=num_batches,
         batch_size=int(state.get("train_batch_size") or 0),
@@ -319,6 +309,12 @@ def _position(step: int, epoch: float, accumulation: int) -> tuple[int, int, int
 # ---------------------------------------------------------------- Accelerate
 
 
+_RNG_KEYS = (
+    *("random_state", "numpy_random_seed"),
+    *("torch_manual_seed", "torch_cuda_manual_seed"),
+)
+
+
 def _accelerate(found: OtherCheckpoint) -> OtherContent:
     """As of accelerate 1.15 checkpointing.py ``save_accelerator_state``."""
     folder = found.path
@@ -328,17 +324,7 @@ def _accelerate(found: OtherCheckpoint) -> OtherContent:
         f"Accelerate {folder.name}",
         StartPosition(_steps_in(given)),
         given,
-        rng=_rng_of_ranks(
-            found,
-            "random_states.pkl",
-            "random_states_{}.pkl",
-            lambda it: _rng(
-                it["random_state"],
-                it["numpy_random_seed"],
-                it["torch_manual_seed"],
-                it.get("torch_cuda_manual_seed", ()),
-            ),
-        ),
+        rng=_rng_of_ranks(found, "random_states.pkl", *_RNG_KEYS),
         num_ahead=1,  # data_loader.py DataLoaderShard.__iter__
         lacks=tuple(f"registered object {name}, a pickle" for name in lacks),
     )

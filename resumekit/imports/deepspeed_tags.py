@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from resumekit.errors import ConfigurationError
-from resumekit.imports.reading import read_torch_file
+from resumekit.imports.reading import StandIn, read_torch_file
 from resumekit.state import Slot
 
 COUNTERS = "callbacks/deepspeed"
@@ -30,15 +30,9 @@ _OF_ENGINE = {
 }
 
 
-class Stored:
-    """Stands in for the classes of DeepSpeed in its files, which are not imported."""
-
-    def __init__(self, *arguments: Any) -> None:
-        """Takes whatever the pickle passes."""
-
-
+# Classes of DeepSpeed in its files.
 _CLASSES: list[Any] = [
-    (Stored, f"deepspeed.{name}")
+    (StandIn, f"deepspeed.{name}")
     for name in (
         "runtime.fp16.loss_scaler.LossScaler",
         "runtime.fp16.loss_scaler.DynamicLossScaler",
@@ -88,7 +82,7 @@ def read_tag(folder: Path, *, trusts: bool) -> Tag:
         _refuse(folder, "tensor parallelism", "a data-parallel job")
     weights: dict[str, Any] = dict(first["module"])
     optimizer = first["optimizer"]
-    scaler = vars(zeros[0].get("loss_scaler", Stored())) if zeros else {}
+    scaler = vars(zeros[0].get("loss_scaler", StandIn())) if zeros else {}
     if zeros:
         optimizer = _Partitions(zeros, first["param_shapes"]).load(folder, weights)
         for name, shape in (first.get("frozen_param_shapes") or {}).items():

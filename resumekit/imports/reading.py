@@ -167,27 +167,33 @@ def read_attributes(path: Path) -> Mapping[str, Any]:
     # A damaged pickle raises anything, and so does one that calls methods of the empty classes.
     except Exception:  # noqa: BLE001
         return {}
-    return {key: value for key, value in found.items() if not isinstance(value, _Nothing)}
+    return {key: value for key, value in found.items() if not isinstance(value, StandIn)}
 
 
-class _Nothing:
-    """Stands in for every class and function that a pickle names."""
+class StandIn:
+    """Stands in for a class or a function that a pickle names, which is not imported."""
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
+    def __init__(self, *parts: Any, **_: Any) -> None:
         """Takes whatever the pickle passes."""
+        self.parts = parts
 
-    def __call__(self, *arguments: Any) -> _Nothing:
-        return _Nothing()
+    def __call__(self, *_: Any) -> StandIn:
+        """Nothing of the pickle runs."""
+        return StandIn()
+
+    def __setstate__(self, state: Any) -> None:
+        """Takes the attributes that the pickle has of the object."""
+        vars(self).update(state if isinstance(state, dict) else {"parts": state})
 
 
 class _Attributes(pickle.Unpickler):
     """Makes nothing but plain values and empty objects."""
 
     def find_class(self, module: str, name: str) -> Any:
-        return type(name, (_Nothing,), {})
+        return type(name, (StandIn,), {})
 
     def persistent_load(self, pid: Any) -> Any:
-        return _Nothing()
+        return StandIn()
 
 
 # ---------------------------------------------------------------- the metadata of DCP
@@ -216,16 +222,6 @@ def read_metadata(path: Path) -> Any:
         raise _unreadable(path, error) from error
 
 
-class _Attributed:
-    """Stands in for a class of the metadata."""
-
-    def __init__(self, *parts: Any) -> None:
-        self.parts = parts
-
-    def __setstate__(self, state: Any) -> None:
-        vars(self).update(state if isinstance(state, dict) else {"parts": state})
-
-
 class _DcpMetadata(pickle.Unpickler):
     """Makes plain values, and objects of new classes: one cannot change a class of torch."""
 
@@ -236,5 +232,5 @@ class _DcpMetadata(pickle.Unpickler):
             return tuple
         is_path = module.partition(".")[0] == "pathlib" and name.isidentifier()
         if (module, name) in _IN_METADATA or is_path:
-            return type(name, (_Attributed,), {})
+            return type(name, (StandIn,), {})
         raise pickle.UnpicklingError(f"it names {module}.{name}, no part of DCP's metadata")
