@@ -109,12 +109,13 @@ def test_what_deepspeed_saves_elastic_and_cannot_load_is_refused(
 ) -> None:
     run = saved(kit, save_elastic, {"stage": stage}, 2)
     again = {"stage": stage, "source": NATIVE, "elastic": elastic}
-    own = kit.run_again(replace(run, cell=Cell(save_elastic, again, 2)))
+    by_deepspeed = kit.run_again(replace(run, cell=Cell(save_elastic, again, 2)))
     # With an optimizer of torch, whose param groups have no step.
-    assert ("AssertionError" if elastic else "KeyError: 'base_optimizer_state_step'") in own.failure
+    assert (
+        "AssertionError" if elastic else "KeyError: 'base_optimizer_state_step'"
+    ) in by_deepspeed.failure
     assert import_tag(run) == 2
-    expected = "elastic_checkpoint, which leaves hyperparameters out, expected a checkpoint without"
-    assert expected in capsys.readouterr().err
+    assert "elastic_checkpoint, which leaves hyperparameters out" in capsys.readouterr().err
 
 
 class Hostile:

@@ -135,8 +135,8 @@ def test_files_of_each_rank_continue_on_as_many_ranks(
 def test_files_of_each_rank_are_loaded_by_accelerate_alike(kit: Kit) -> None:
     given = {"sharding": "FSDP2", "kind": OF_RANKS}
     theirs = stock(kit, in_accelerate, **given)
-    own = launch(kit, in_accelerate, how="own", source=str(theirs / "state"), **given)
-    assert is_same(own, theirs)
+    by_accelerate = launch(kit, in_accelerate, how="own", source=str(theirs / "state"), **given)
+    assert is_same(by_accelerate, theirs)
 
 
 @pytest.mark.full
@@ -146,10 +146,10 @@ def test_files_of_ranks_under_fsdp1_are_loaded_neither_by_accelerate_nor_here(
 ) -> None:
     given = {"sharding": "FSDP1", "kind": kind}
     source = stock(kit, in_accelerate, **given) / "state"
-    own = kit.run_again(
+    by_accelerate = kit.run_again(
         kit.new_run(Cell(in_accelerate, {"how": "own", "source": str(source), **given}, 2))
     )
-    assert "Weights only load failed" in own.failure
+    assert "Weights only load failed" in by_accelerate.failure
     import_it(source, tmp_path / "run", 2)
     assert "ShardedTensors of FSDP1, which need the process group" in capsys.readouterr().err
 

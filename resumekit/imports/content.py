@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from resumekit.imports.reading import (
     read_json,
     read_state,
     read_torch_file,
+    refuse,
 )
 from resumekit.imports.recognition import SHARDED_META, OtherCheckpoint, WrittenBy, recognise
 from resumekit.imports.sharded import read_dcp, read_ranks
@@ -134,17 +135,13 @@ def read_content(path: Path, *, trusts: bool = False) -> OtherContent:
     except _NOT_AS_SAVED as error:
         if isinstance(error, ConfigurationError):
             raise
-        _refuse(found, f"{error!r:.160}, so not one as {found.kind.value}", "an intact one")
+        refuse(found.path, f"{error!r:.160}, so not one as {found.kind.value}", "an intact one")
 
 
 # torch raises RuntimeError.
 _NOT_AS_SAVED = (
     *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
 )
-
-
-def _refuse(found: OtherCheckpoint, what: str, expected: str) -> NoReturn:
-    raise ConfigurationError(str(found.path), found=what, expected=expected)
 
 
 # ---------------------------------------------------------------- parts
@@ -166,17 +163,14 @@ _SHARDED = {_MODEL: "pytorch_model_fsdp", _OPTIMIZER: "optimizer"}
 
 def _objects(found: OtherCheckpoint) -> dict[str, Any]:
     """What the files of a folder hold, by component key."""
-    given = {
-        key: state
-        for slot in _FILES
-        for key, state in _by_key(slot, list(_numbered(found, slot))).items()
-    }
+    given: dict[str, Any] = {}
+    for slot in _FILES:
+        given |= _by_key(slot, [*_numbered(found, slot)])
     if not any(key.partition("/")[0] == _MODEL for key in given):
-        _refuse(
-            found,
-            f"{found} without the weights of a model",
-            "model.safetensors, pytorch_model.bin, pytorch_model_fsdp.bin or pytorch_model_fsdp_0",
+        files = (
+            "model.safetensors, pytorch_model.bin, pytorch_model_fsdp.bin or pytorch_model_fsdp_0"
         )
+        refuse(found.path, f"{found} without the weights of a model", files)
     return given
 
 
@@ -188,21 +182,20 @@ def _by_key(slot: str, states: Sequence[Any]) -> dict[str, Any]:
 
 
 def _numbered(found: OtherCheckpoint, slot: str) -> Iterator[Any]:
-    folder, trusts = found.path, found.trusted
+    folder, trusts, base = found.path, found.trusted, _SHARDED.get(slot, slot)
     for number in count():
-        suffix = f"_{number}" if number else ""
+        suffix, shards = f"_{number}" if number else "", f"{base}_{number}"
         states = (read_state(folder / name.format(suffix), trusts=trusts) for name in _FILES[slot])
         state = next((each for each in states if each is not None), None)
-        shards = f"{_SHARDED.get(slot, slot)}_{number}"
+        # Those of LOCAL_STATE_DICT have no number of a first object.
+        of_ranks = (_of_ranks(folder, f"{each}_rank{{}}.bin") for each in (shards, base + suffix))
         if state is None and (folder / shards).is_dir():
             (state,) = read_dcp(folder / shards, trusts=trusts).values()
-        if state is None:  # those of LOCAL_STATE_DICT have no number of a first object
-            stems = (shards, f"{_SHARDED.get(slot, slot)}{suffix}")
-            several = (_of_ranks(folder, f"{each}_rank{{}}.bin").values() for each in stems)
-            files = next(filter(None, several), None)
+        elif state is None:
+            files = next(filter(None, of_ranks), None)
             if files is None:
                 return
-            state = read_ranks(files, trusts=trusts)
+            state = read_ranks(files.values(), trusts=trusts)
         yield state
 
 
@@ -246,9 +239,8 @@ def _rng_of_ranks(
     if (found.path / name).is_file():
         return (read(found.path / name),)
     files = _of_ranks(found.path, name.replace(".", "_{}."))
-    return tuple(
-        read(files[rank]) if rank in files else None for rank in range(max(files, default=0) + 1)
-    )
+    ranks = range(max(files, default=0) + 1)
+    return tuple(read(files[r]) if r in files else None for r in ranks)
 
 
 # ---------------------------------------------------------------- the Trainer
@@ -309,12 +301,6 @@ def _position(step: int, epoch: float, accumulation: int) -> tuple[int, int, int
 # ---------------------------------------------------------------- Accelerate
 
 
-_RNG_KEYS = (
-    *("random_state", "numpy_random_seed"),
-    *("torch_manual_seed", "torch_cuda_manual_seed"),
-)
-
-
 def _accelerate(found: OtherCheckpoint) -> OtherContent:
     """As of accelerate 1.15 checkpointing.py ``save_accelerator_state``."""
     folder = found.path
@@ -324,7 +310,11 @@ def _accelerate(found: OtherCheckpoint) -> OtherContent:
         f"Accelerate {folder.name}",
         StartPosition(_steps_in(given)),
         given,
-        rng=_rng_of_ranks(found, "random_states.pkl", *_RNG_KEYS),
+        rng=_rng_of_ranks(
+            found,
+            "random_states.pkl",
+            *("random_state", "numpy_random_seed", "torch_manual_seed", "torch_cuda_manual_seed"),
+        ),
         num_ahead=1,  # data_loader.py DataLoaderShard.__iter__
         lacks=tuple(f"registered object {name}, a pickle" for name in lacks),
     )
@@ -409,14 +399,14 @@ def _of_state_dicts(found: OtherCheckpoint, saved: Any) -> OtherContent:
         saved = _state_of(saved)
         saved = {k: _state_of(v) for k, v in saved.items()} if isinstance(saved, dict) else saved
     if not isinstance(saved, Mapping):
-        _refuse(found, f"{found} of a {type(saved).__name__}", "a dict of state_dicts")
+        refuse(found.path, f"{found} of a {type(saved).__name__}", "a dict of state_dicts")
     parts: dict[str, dict[str, Any]] = {}
     for name, value in [("model", saved)] if _slot_of(saved) else _values(saved):
         parts.setdefault(_slot_of(value) or "", {})[name] = value
     others = parts.pop("", {})
     given = {k: v for slot, values in parts.items() for k, v in _named(slot, values).items()}
     if _MODEL not in parts:
-        _refuse(found, f"{found} without a dict of tensors", "the state_dict of a model")
+        refuse(found.path, f"{found} without a dict of tensors", "the state_dict of a model")
     steps = [others[name] for name in _STEP_NAMES if type(others.get(name)) is int]
     step = steps[0] if steps else _steps_in(given)
     taken = [name for name in _STEP_NAMES if name in others][:1]

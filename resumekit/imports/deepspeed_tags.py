@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from resumekit.errors import ConfigurationError
-from resumekit.imports.reading import StandIn, read_torch_file
+from resumekit.imports.reading import StandIn, read_torch_file, refuse
 from resumekit.state import Slot
 
 COUNTERS = "callbacks/deepspeed"
@@ -77,9 +76,9 @@ def read_tag(folder: Path, *, trusts: bool) -> Tag:
     first = models[0]
     ranks = int(first["dp_world_size"])
     if zeros and len(zeros) != ranks:
-        _refuse(folder, f"{len(zeros)} files of partitions", f"those of {ranks} ranks")
+        refuse(folder, f"{len(zeros)} files of partitions", f"those of {ranks} ranks")
     if first["mp_world_size"] != 1:
-        _refuse(folder, "tensor parallelism", "a data-parallel job")
+        refuse(folder, "tensor parallelism", "a data-parallel job")
     weights: dict[str, Any] = dict(first["module"])
     optimizer = first["optimizer"]
     scaler = vars(zeros[0].get("loss_scaler", StandIn())) if zeros else {}
@@ -92,7 +91,7 @@ def read_tag(folder: Path, *, trusts: bool) -> Tag:
         tied = first.get("shared_params") or {}  # not of early versions
         weights |= {name: weights[other] for name, other in tied.items()}
     elif "fp32_groups_flat" in optimizer:
-        _refuse(folder, "stage 0 in 16 bits with a fused optimizer", "stage 1, 2 or 3")
+        refuse(folder, "stage 0 in 16 bits with a fused optimizer", "stage 1, 2 or 3")
     elif "fp32_groups" in optimizer:
         weights |= _unrounded(folder, weights, optimizer["fp32_groups"])
         scaler = {**optimizer, "dynamic": optimizer["dynamic_loss_scale"]}
@@ -128,10 +127,6 @@ def _files(folder: Path, end: str) -> list[Path]:
     return [path for _, path in sorted((int(m[1]) if m else 0, path) for m, path in found)]
 
 
-def _refuse(folder: Path, found: str, expected: str) -> None:
-    raise ConfigurationError(str(folder), found=f"DeepSpeed: {found}", expected=expected)
-
-
 def _unrounded(
     folder: Path, weights: Mapping[str, Any], groups: Sequence[Sequence[Tensor]]
 ) -> dict[str, Tensor]:
@@ -158,7 +153,7 @@ def _unrounded(
         in_order = is_ordered and len({*of_groups}) == 1 and len(exact) == len(mine)
         if not mine or not (is_one or in_order):
             what = f"equal in 16 bits: {', '.join(mine[:3])}" if mine else "not in the module"
-            _refuse(folder, f"stage 0 with fp32 weights that are {what}", "stage 1, 2 or 3")
+            refuse(folder, f"stage 0 with fp32 weights that are {what}", "stage 1, 2 or 3")
         named |= zip(mine, exact[:1] * len(mine) if is_one else exact, strict=True)
     return named
 
@@ -197,8 +192,7 @@ class _Partitions:
         """Adds the fp32 weights; gives the optimizer's ``state_dict`` as it is without ZeRO."""
         bases = [zero[self.base] for zero in self.zeros]
         if not isinstance(bases[0], Mapping):
-            what = "zero_optimization.elastic_checkpoint, which leaves hyperparameters out"
-            _refuse(folder, what, "a checkpoint without it")
+            refuse(folder, "elastic_checkpoint, which leaves hyperparameters out", "one without it")
         groups, state, number = [], {}, 0
         for group in bases[0]["param_groups"]:
             members = []

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -72,12 +72,8 @@ def _load(source: Any, path: Path, trusts: bool, **options: Any) -> Any:
     except pickle.UnpicklingError as error:
         names = _named(source, error)
         if "torch.distributed._shard" in names:
-            raise ConfigurationError(
-                str(path),
-                found="ShardedTensors of FSDP1, which need the process group that saved them",
-                expected="whole tensors, or shards in a DCP directory",
-                remedy="Load it in the job that wrote it, and save a FULL_STATE_DICT",
-            ) from error
+            what = "ShardedTensors of FSDP1, which need the process group that saved them"
+            refuse(path, what, "whole tensors, or shards in a DCP directory")
         raise ConfigurationError(
             str(path),
             found=f"objects that only an unrestricted pickle can make ({names})",
@@ -98,6 +94,11 @@ def _named(source: Any, error: Exception) -> str:
         with torch.serialization.safe_globals(_ARRAYS):
             names = torch.serialization.get_unsafe_globals_in_checkpoint(source)
     return (", ".join(sorted(names)) or str(error).strip().partition("\n")[0])[:160]
+
+
+def refuse(path: Path, found: str, expected: str) -> NoReturn:
+    """Raises ConfigurationError for what cannot be taken over."""
+    raise ConfigurationError(str(path), found=found, expected=expected)
 
 
 def _unreadable(path: Path, error: Exception) -> ConfigurationError:
@@ -148,7 +149,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
     if not isinstance(found, dict):
-        raise ConfigurationError(str(path), found="no JSON object", expected="one")
+        refuse(path, "no JSON object", "one")
     return found
 
 
