@@ -359,8 +359,13 @@ def _adapter(model: Any, names: Sequence[str] | None) -> Mapping[str, bytes]:
         weights = get_peft_model_state_dict(model, adapter_name=name)
         whole = {key: value.detach().cpu().clone() for key, value in weights.items()}
         files["adapter_model.safetensors"] = save(whole, metadata={"format": "pt"})
-    elif not config.is_prompt_learning:
+        return files
+    if config.is_prompt_learning:
+        # peft 0.21 get_prompt_embedding_to_save: what an encoder gives, which has one table or more
+        prompts = [each for each in names if each.startswith("prompt_encoder.")]
+        is_one = prompts == [f"prompt_encoder.{name}.embedding.weight"]
+        adapter = {"prompt_embeddings": prompts[0]} if is_one else {}
+    else:
         # Empty under FSDP1: peft looks for the names with which that wraps the modules.
         adapter = get_peft_model_state_dict(model, {each: each for each in names}, name)
-        files |= {ADAPTER_NAMES: json.dumps(adapter, indent=2).encode()} if adapter else {}
-    return files
+    return files | ({ADAPTER_NAMES: json.dumps(adapter, indent=2).encode()} if adapter else {})

@@ -14,9 +14,10 @@ pytest.importorskip("deepspeed")
 import torch
 from safetensors.torch import load_file
 from trainer_sharded_workloads import train
-from trainer_workloads import causal, tokenizer
+from trainer_workloads import NUM_VIRTUAL, causal, tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
+from resumekit.errors import StateMismatchError
 from resumekit.export import export_model
 from resumekit.storage.store import Store
 from resumekit.testing import Cell, KillPoint, Kit
@@ -76,27 +77,47 @@ def test_from_pretrained_opens_what_the_export_wrote(
     assert all(torch.equal(expected[key], value) for key, value in found.items())
 
 
+def trained_with(kit: Kit, sharding: str, adapter: str) -> Path:
+    """The directory of a run with an adapter of PEFT."""
+    run = kit.run_again(kit.new_run(cell((), sharding=sharding, adapter=adapter)))
+    assert not run.failure, run.failure
+    return run.directory / "training"
+
+
 # peft 0.21 peft_model.py asks for a property that transformers 5.23 has renamed.
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
 @pytest.mark.full
-@pytest.mark.parametrize("sharding", ["FSDP2", "ZeRO-2"])
+@pytest.mark.parametrize(
+    ("sharding", "adapter"),
+    [("FSDP2", "lora"), ("ZeRO-2", "lora"), ("FSDP2", "prompt"), ("FSDP2", "prefix")],
+)
 def test_the_adapter_of_a_sharded_model_is_exported_with_the_tokenizer(
-    kit: Kit, tmp_path: Path, sharding: str
+    kit: Kit, tmp_path: Path, sharding: str, adapter: str
 ) -> None:
     peft = pytest.importorskip("peft")
-    options = {"sharding": sharding, "lora": True}
-    run = kit.run_again(kit.new_run(cell((), **options)))
-    assert not run.failure, run.failure
-    training = run.directory / "training"
+    training, exported = trained_with(kit, sharding, adapter), tmp_path / "exported"
     store = Store(training / "run")
-    exported = tmp_path / "exported"
     export_model(store.open_step(store.step_names()[0]), exported, to="pretrained")
     assert not (exported / "model.safetensors").exists()
     set_seed(0)  # the base has the weights that it had
-    found = peft.PeftModel.from_pretrained(causal(), exported).state_dict()
+    base = causal(more=0 if adapter == "lora" else NUM_VIRTUAL)
+    found = peft.PeftModel.from_pretrained(base, exported).state_dict()
     expected = load_file(training / "expected-0.safetensors")
-    assert any(each.count_nonzero() for name, each in expected.items() if "lora_B" in name)
+    trained = [n for n in expected if "lora_B" in n or "prompt_encoder" in n]
+    assert any(expected[name].count_nonzero() for name in trained)
     assert found.keys() == expected.keys()
     assert all(torch.equal(expected[key], value) for key, value in found.items())
     opened = AutoTokenizer.from_pretrained(exported)
     assert opened("7 8 9") == tokenizer()("7 8 9")
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
+@pytest.mark.full
+@pytest.mark.parametrize(("sharding", "adapter"), [("FSDP2", "p"), ("FSDP1", "lora")])
+def test_an_adapter_that_is_computed_or_not_found_is_refused(
+    kit: Kit, tmp_path: Path, sharding: str, adapter: str
+) -> None:
+    pytest.importorskip("peft")
+    store = Store(trained_with(kit, sharding, adapter) / "run")
+    with pytest.raises(StateMismatchError, match=r"no config\.json"):
+        export_model(store.open_step(store.step_names()[0]), tmp_path / "out", to="pretrained")

@@ -11,7 +11,7 @@ from accelerate.state import DistributedType, PartialState
 from safetensors.torch import save_file
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from trainer_workloads import Sentences, causal, tokenizer, with_lora
+from trainer_workloads import Sentences, causal, tokenizer, with_lora, with_prompts
 from transformers import Trainer, TrainingArguments, set_seed
 from transformers_workloads import BATCH_SIZE
 
@@ -54,9 +54,9 @@ def train(
     accumulate: int = 1,
     evaluate: str = "no",
     epochs: int = 2,
-    lora: bool = False,
+    adapter: str = "",
 ) -> None:
-    """Trains with dropout and AdamW on two ranks; with ``lora`` an adapter of PEFT."""
+    """Trains with dropout and AdamW on two ranks; ``adapter`` is one of PEFT."""
     set_seed(0)
     stage = int(sharding[-1]) if sharding.startswith("ZeRO-") else None
     deepspeed: dict[str, Any] = {
@@ -85,9 +85,9 @@ def train(
     )
     kinds = {"FSDP1": OnCpuFirst, "FSDP2": OnCpu}
     trainer = kinds.get(sharding, Trainer)(
-        with_lora() if lora else causal(),
+        with_lora() if adapter == "lora" else with_prompts(adapter) if adapter else causal(),
         arguments,
-        processing_class=tokenizer() if lora else None,
+        processing_class=tokenizer() if adapter else None,
         train_dataset=Sentences(lambda tokens: tokens),
         eval_dataset=Sentences(lambda tokens: tokens),
     )

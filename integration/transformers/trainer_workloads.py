@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,11 @@ class Sentences(Dataset[dict[str, Any]]):
         return {"input_ids": tokens, "labels": self.label(tokens)}
 
 
-def causal(width: int = 16) -> nn.Module:
-    sizes = {"n_embd": width, "n_layer": 1, "n_head": 2, "n_positions": BLOCK_SIZE}
+NUM_VIRTUAL = 5
+
+
+def causal(width: int = 16, more: int = 0) -> nn.Module:
+    sizes = {"n_embd": width, "n_layer": 1, "n_head": 2, "n_positions": BLOCK_SIZE + more}
     return GPT2LMHeadModel(
         GPT2Config(vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **sizes)
     )
@@ -112,6 +116,19 @@ def with_lora(width: int = 16) -> nn.Module:
 
     targets: dict[str, Any] = {"target_modules": ["c_attn"], "fan_in_fan_out": True}
     return get_peft_model(causal(width), LoraConfig(r=2, lora_dropout=0.1, **targets))
+
+
+def with_prompts(kind: str) -> nn.Module:
+    """With trained embeddings of virtual tokens; with "p" an encoder makes them."""
+    import peft
+
+    kinds: dict[str, Any] = {
+        "prompt": peft.PromptTuningConfig,
+        "prefix": peft.PrefixTuningConfig,
+        "p": partial(peft.PromptEncoderConfig, encoder_hidden_size=8),
+    }
+    config = kinds[kind](task_type="CAUSAL_LM", num_virtual_tokens=NUM_VIRTUAL)
+    return peft.get_peft_model(causal(more=NUM_VIRTUAL), config)
 
 
 def bert(kind: type[nn.Module]) -> nn.Module:

@@ -139,9 +139,7 @@ def read_content(path: Path, *, trusts: bool = False) -> OtherContent:
 
 
 # torch raises RuntimeError.
-_NOT_AS_SAVED = (
-    *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
-)
+_NOT_AS_SAVED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 # ---------------------------------------------------------------- parts
@@ -382,10 +380,6 @@ _MODEL_NAMES = ("model", "model_state_dict", "state_dict", "net", "network", "mo
 _STEP_NAMES = ("global_step", "step", "iteration", "iter", "it", "iter_num", "num_steps")
 
 
-def _torch(found: OtherCheckpoint) -> OtherContent:
-    return _of_state_dicts(found, read_torch_file(found.path, trusts=found.trusted))
-
-
 def _dcp(found: OtherCheckpoint) -> OtherContent:
     """Where Fabric wrote it, another file has what is no shard."""
     trusts = found.trusted
@@ -507,6 +501,6 @@ _READERS: Mapping[WrittenBy, Callable[[OtherCheckpoint], OtherContent]] = {
     WrittenBy.ACCELERATE: _accelerate,
     WrittenBy.LIGHTNING: _lightning,
     WrittenBy.DEEPSPEED: _deepspeed,
-    WrittenBy.TORCH: _torch,
+    WrittenBy.TORCH: lambda it: _of_state_dicts(it, read_torch_file(it.path, trusts=it.trusted)),
     WrittenBy.DCP: _dcp,
 }

@@ -109,8 +109,7 @@ def read_ranks(files: Iterable[Path], *, trusts: bool) -> Any:
 def _joined(key: str, states: Sequence[Any]) -> Any:
     first = states[0]
     if isinstance(first, DTensor):  # its mesh has the coordinate of the rank that saved it
-        boxes = {box_of(each, key): local_part(each) for each in states}
-        parts = {box: part for box, part in boxes.items() if box is not None}
+        parts = {box: local_part(e) for e in states if (box := box_of(e, key)) is not None}
         return _whole(key, tuple(first.shape), first.dtype, parts, parts.__getitem__)
     if isinstance(first, Mapping):
         return {name: _joined(f"{key}.{name}", [each[name] for each in states]) for name in first}
