@@ -20,7 +20,17 @@ from accelerate_export_workloads import (
     save_both,
     save_sharded,
 )
-from followed_exports import SWAPPED, continued, differing, export, noted, saved, swap_moments
+from followed_exports import (
+    SWAPPED,
+    continued,
+    differing,
+    export,
+    noted,
+    require_alike,
+    require_seen,
+    saved,
+    swap_moments,
+)
 
 from resumekit.testing import Cell, Kit
 
@@ -41,9 +51,7 @@ def test_a_stock_script_continues_as_from_its_own_checkpoint(
 ) -> None:
     run = saved(kit, save_both, options, num_ranks)
     out, lines = export(run, "accelerate", SAVED_AT)
-    expected = continued(kit, run, continue_from, NATIVE)
-    assert not differing(continued(kit, run, continue_from, out.name), expected)
-    assert any("exp_avg" in name for name in expected)
+    require_alike(kit, run, continue_from, NATIVE)
     native = {path.name for path in out.with_name(NATIVE).iterdir()} - {"resumekit.json"}
     assert {path.name for path in out.iterdir()} == native
     assert any("skip_first_batches(loader, 3)" in line for line in lines)
@@ -54,10 +62,7 @@ def test_swapped_moments_are_found(kit: Kit) -> None:
     out, _ = export(run, "accelerate", SAVED_AT)
     shutil.copytree(out, out.with_name(SWAPPED))
     swap_moments(out.with_name(SWAPPED) / "optimizer.bin")
-    expected = continued(kit, run, continue_from, NATIVE)
-    found = differing(continued(kit, run, continue_from, SWAPPED), expected)
-    assert any("['losses']" in name for name in found)
-    assert not any("['loaded']['model']" in name for name in found)
+    require_seen(kit, run, continue_from, NATIVE)
 
 
 @pytest.mark.full

@@ -23,6 +23,20 @@ from zero_workloads import (
 
 SAVED_AT, NUM_MORE = 3, 3
 NATIVE = "native"
+# The ranks and engines that continue, each from its own kind.
+SAME: tuple[tuple[int, dict[str, Any]], ...] = (
+    (1, {"stage": 0, "tied": True}),
+    (2, {"stage": 0, "tied": True, "precision": "bf16"}),
+    (1, {"stage": 0, "frozen": True, "precision": "fp16"}),
+    (1, {"stage": 1, "precision": "bf16"}),
+    (2, {"stage": 1, "frozen": True}),
+    (1, {"stage": 2}),
+    (2, {"stage": 2, "tied": True, "precision": "fp16"}),
+    (2, {"stage": 3, "tied": True}),
+    (2, {"stage": 3, "tied": True, "precision": "fp16"}),
+    (2, {"stage": 3, "frozen": True}),
+    (1, {"stage": 3, "frozen": True, "precision": "bf16"}),
+)
 
 
 class Scheduled(Plain):

@@ -15,23 +15,21 @@ pytest.importorskip("deepspeed")
 
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from deepspeed_export_workloads import NATIVE, SAVED_AT, continue_from, save_both
-from followed_exports import EXPORTED, SWAPPED, continued, differing, export, noted, saved
+from deepspeed_export_workloads import NATIVE, SAME, SAVED_AT, continue_from, save_both
+from followed_exports import (
+    EXPORTED,
+    SWAPPED,
+    continued,
+    export,
+    noted,
+    require_alike,
+    require_seen,
+    saved,
+)
 
 from resumekit.testing import Cell, Kit, Run
 
 PRELOAD = DEEPSPEED
-SAME: tuple[tuple[int, dict[str, Any]], ...] = (
-    (2, {"stage": 0, "tied": True}),
-    (1, {"stage": 0, "precision": "bf16"}),
-    (1, {"stage": 1, "precision": "bf16"}),
-    (2, {"stage": 1, "frozen": True}),
-    (2, {"stage": 2, "tied": True, "precision": "fp16"}),
-    (1, {"stage": 2}),
-    (2, {"stage": 3, "tied": True, "precision": "fp16"}),
-    (2, {"stage": 3, "frozen": True}),
-    (1, {"stage": 3, "precision": "bf16"}),
-)
 OTHERWISE: tuple[tuple[int, dict[str, Any], int, int], ...] = (
     (2, {"stage": 2, "tied": True}, 3, 1),
     (2, {"stage": 3, "tied": True}, 1, 1),
@@ -69,10 +67,7 @@ def test_a_stock_script_continues_as_from_its_own_checkpoint(
 ) -> None:
     run = saved(kit, save_both, options, num_ranks)
     out, lines = export(run, "deepspeed", SAVED_AT)
-    expected = continued(kit, run, continue_from, NATIVE)
-    assert not differing(continued(kit, run, continue_from, out.name), expected)
-    assert any("exp_avg" in name for name in expected)
-    assert any("losses" in name for name in expected)
+    expected = require_alike(kit, run, continue_from, NATIVE)
     assert any(line.startswith("client_state:") for line in lines)
     assert options["stage"] or any(line.startswith("zero_to_fp32.py") for line in lines)
     native = {path.name for path in out.with_name(NATIVE).rglob("*.pt")}
@@ -110,7 +105,4 @@ def test_swapped_moments_are_found(kit: Kit) -> None:
     for state in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
         state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"].abs()
     torch.save(content, path)
-    expected = continued(kit, run, continue_from, NATIVE)
-    found = differing(continued(kit, run, continue_from, SWAPPED), expected)
-    assert any("['losses']" in name for name in found)
-    assert not any("['loaded']['head.weight']" in name for name in found)
+    require_seen(kit, run, continue_from, NATIVE, weights="head.weight")

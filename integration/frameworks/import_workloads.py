@@ -7,7 +7,7 @@ launch does: ``"stock"`` trains without resumekit and saves, ``"own"`` resumes t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from resumekit.adapters.transformers import ResumeCallback
 RECORDS = "records-{}.pt"
 NUM_SAMPLES, BATCH_SIZE, EPOCHS = 40, 4, 3
 PER_EPOCH = NUM_SAMPLES // BATCH_SIZE
+EPOCH, BATCH = 1, 4  # where Accelerate saves: in the middle of an epoch
 
 
 class Records:
@@ -106,41 +107,62 @@ def in_trainer(
 ) -> None:
     """GPT-2 with dropout, tied weights, and groups with and without weight decay; or an adapter."""
     set_seed(0)
-    sizes = {"n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 1}
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, bos_token_id=0, eos_token_id=0, **sizes))
+    model: Any = small_gpt()
     if lora:
         from peft import LoraConfig, get_peft_model
 
         targets: dict[str, Any] = {"target_modules": ["c_attn"], "fan_in_fan_out": True}
         more = LoraConfig(r=2, lora_dropout=0.1, modules_to_save=["ln_f"], **targets)
         model = get_peft_model(model, more)
-    arguments = TrainingArguments(
+    arguments = arguments_of(directory, how=how, gradient_accumulation_steps=accumulate)
+    records = Records(directory, arguments.process_index)
+    trainer = Recorded(model, arguments, train_dataset=Numbers(augment=augment))
+    run_trainer(trainer, records, directory, how=how, source=source)
+
+
+def small_gpt() -> GPT2LMHeadModel:
+    """With dropout and tied weights."""
+    sizes = {"n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 1}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=64, bos_token_id=0, eos_token_id=0, **sizes))
+
+
+def arguments_of(
+    directory: str, *, how: str, save_steps: int = 1, **more: Any
+) -> TrainingArguments:
+    """Only the stock training saves."""
+    return TrainingArguments(
         output_dir=str(Path(directory) / "output"),
         num_train_epochs=EPOCHS,
         per_device_train_batch_size=BATCH_SIZE,
-        gradient_accumulation_steps=accumulate,
         learning_rate=1e-2,
         warmup_steps=3,
         logging_steps=4,
         save_strategy="steps" if how == "stock" else "no",
-        save_steps=1,
+        save_steps=save_steps,
         report_to="none",
         use_cpu=True,
         disable_tqdm=True,
         log_level="error",
+        **more,
     )
-    records = Records(directory, arguments.process_index)
-    trainer = _Recorded(model, arguments, train_dataset=Numbers(augment=augment))
+
+
+def run_trainer(
+    trainer: Recorded, records: Records, directory: str, *, how: str, source: str, seed: int = 0
+) -> None:
+    """Trains, and leaves the records; other random numbers follow with another seed."""
     trainer.records = records
-    trainer.add_callback(_AfterStep(records))
+    trainer.add_callback(AfterStep(records))
     if how == "resumekit":
         run = Path(directory) / "run"
         trainer.add_callback(ResumeCallback(trainer, run, import_from=source, save_every=None))
+    if seed:
+        torch.manual_seed(seed)
     trainer.train(resume_from_checkpoint=source if how == "own" else None)
     records.write()
 
 
-class _Recorded(Trainer):
+class Recorded(Trainer):
     records: Records
 
     def training_step(self, model: Any, inputs: Any, *rest: Any) -> torch.Tensor:
@@ -149,7 +171,7 @@ class _Recorded(Trainer):
         return loss
 
 
-class _AfterStep(TrainerCallback):
+class AfterStep(TrainerCallback):
     def __init__(self, records: Records) -> None:
         self.records = records
 
@@ -237,7 +259,7 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------- Lightning
 
 
-class _Module(LightningModule):
+class Module(LightningModule):
     def __init__(self, records: Records) -> None:
         super().__init__()
         self.layers = classifier(0.0)
@@ -254,7 +276,7 @@ class _Module(LightningModule):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
-class _AfterBatch(Callback):
+class AfterBatch(Callback):
     def __init__(self, records: Records) -> None:
         self._note = records.note_weights
 
@@ -268,10 +290,24 @@ def in_lightning(directory: str, *, how: str, source: str = "") -> None:
     """Samples in order, without dropout: all that a checkpoint of Lightning holds."""
     seed_everything(0, verbose=False)
     records = Records(directory)
-    callbacks: list[Any] = [_AfterBatch(records)]
+    fit(Module(records), records, directory, how=how, source=source)
+
+
+def fit(
+    module: LightningModule,
+    records: Records,
+    directory: str,
+    *,
+    how: str,
+    source: str,
+    every: int = 1,
+    **options: Any,
+) -> None:
+    """Trains with Lightning, and leaves the records; a stock training saves every few steps."""
+    callbacks: list[Any] = [AfterBatch(records)]
     if how == "stock":
         files = {"dirpath": directory, "filename": "{step}", "save_top_k": -1}
-        callbacks.append(ModelCheckpoint(**files, every_n_train_steps=1))
+        callbacks.append(ModelCheckpoint(**files, every_n_train_steps=every))
     if how == "resumekit":
         run = Path(directory) / "run"
         callbacks.append(LightningCallback(run, import_from=source, save_every=None))
@@ -283,15 +319,14 @@ def in_lightning(directory: str, *, how: str, source: str = "") -> None:
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **options,
     )
     ckpt_path = source if how == "own" else None
-    trainer.fit(_Module(records), DataLoader(Numbers(), BATCH_SIZE), ckpt_path=ckpt_path)
+    trainer.fit(module, DataLoader(Numbers(), BATCH_SIZE), ckpt_path=ckpt_path)
     records.write()
 
 
 # ---------------------------------------------------------------- Accelerate
-
-EPOCH, BATCH = 1, 4  # where it saves: in the middle of an epoch
 
 
 def in_accelerate(directory: str, *, how: str, source: str = "") -> None:
@@ -305,6 +340,16 @@ def in_accelerate(directory: str, *, how: str, source: str = "") -> None:
     loader: Any = DataLoader(Numbers(), BATCH_SIZE, shuffle=True)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
+    step = step_of(accelerator, records, model, optimizer, scheduler)
+    loop(accelerator, loader, step, directory, how=how, source=source)
+    records.write()
+
+
+def step_of(
+    accelerator: Accelerator, records: Records, model: Any, optimizer: Any, scheduler: Any
+) -> Callable[[Any], torch.Tensor]:
+    """What is done with each batch."""
+
     def step(batch: Any) -> torch.Tensor:
         loss: torch.Tensor = loss_of(model, batch)
         accelerator.backward(loss)
@@ -315,22 +360,37 @@ def in_accelerate(directory: str, *, how: str, source: str = "") -> None:
         records.note_weights(model)
         return loss
 
+    return step
+
+
+def loop(
+    accelerator: Accelerator,
+    loader: Any,
+    step: Callable[[Any], torch.Tensor],
+    directory: str,
+    *,
+    how: str,
+    source: str,
+    saves_at: tuple[int, int] = (EPOCH, BATCH),
+    saver: Any = None,
+) -> None:
+    """Trains with Accelerate; ``saver`` saves and loads in its place."""
+    saver = accelerator if saver is None else saver
     if how == "resumekit":
         checkpointer = AccelerateCheckpointer(accelerator, source, save_every=None)
         for batch in checkpointer.batches(loader, epochs=EPOCHS):
             checkpointer.step(loss=step(batch))
         checkpointer.close()
-    else:
-        first, used = 0, 0
-        if how == "own":
-            accelerator.load_state(source)
-            first, used = EPOCH, BATCH
-        for epoch in range(first, EPOCHS):
-            skips = epoch == first and used > 0
-            batches = accelerator.skip_first_batches(loader, used) if skips else loader
-            batches.set_epoch(epoch)
-            for number, batch in enumerate(batches, used if skips else 0):
-                step(batch)
-                if (how, epoch, number + 1) == ("stock", EPOCH, BATCH):
-                    accelerator.save_state(str(Path(directory) / "state"))
-    records.write()
+        return
+    first, used = 0, 0
+    if how == "own":
+        saver.load_state(source)
+        first, used = saves_at
+    for epoch in range(first, EPOCHS):
+        skipped = used if epoch == first else 0
+        batches = accelerator.skip_first_batches(loader, skipped) if skipped else loader
+        batches.set_epoch(epoch)
+        for number, batch in enumerate(batches, skipped + 1):
+            step(batch)
+            if (how, epoch, number) == ("stock", *saves_at):
+                saver.save_state(str(Path(directory) / "state"))

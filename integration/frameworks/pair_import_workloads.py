@@ -5,30 +5,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
-from import_workloads import (
-    BATCH,
-    BATCH_SIZE,
-    EPOCH,
-    EPOCHS,
-    Numbers,
-    Records,
-    _AfterBatch,
-)
+from import_workloads import BATCH_SIZE, Numbers, Records, fit, loop
 from lightning.pytorch import LightningModule, seed_everything
-from lightning.pytorch import Trainer as LightningTrainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 from transformers import set_seed
-
-from resumekit.adapters.accelerate import Checkpointer
-from resumekit.adapters.lightning import ResumeCallback
 
 
 class _Pair(nn.Module):
@@ -74,18 +60,7 @@ def in_accelerate(directory: str, *, how: str, source: str = "", swapped: bool =
         records.note_weights(pair)
         return losses[1]
 
-    if how == "resumekit":
-        checkpointer = Checkpointer(accelerator, source, save_every=None)
-        for batch in checkpointer.batches(loader, epochs=EPOCHS):
-            checkpointer.step(loss=step(batch))
-        checkpointer.close()
-    else:
-        for epoch in range(EPOCHS):
-            loader.set_epoch(epoch)
-            for number, batch in enumerate(loader, 1):
-                step(batch)
-                if (epoch, number) == (EPOCH, BATCH):
-                    accelerator.save_state(str(Path(directory) / "state"))
+    loop(accelerator, loader, step, directory, how=how, source=source)
     records.write()
 
 
@@ -117,21 +92,4 @@ def in_lightning(directory: str, *, how: str, source: str = "") -> None:
     """Manual optimization with two optimizers and two schedulers."""
     seed_everything(0, verbose=False)
     records = Records(directory)
-    callbacks: list[Any] = [_AfterBatch(records)]
-    if how == "stock":
-        files = {"dirpath": directory, "filename": "{step}", "save_top_k": -1}
-        callbacks.append(ModelCheckpoint(**files, every_n_train_steps=2))
-    if how == "resumekit":
-        run = Path(directory) / "run"
-        callbacks.append(ResumeCallback(run, import_from=source, save_every=None))
-    trainer = LightningTrainer(
-        accelerator="cpu",
-        max_epochs=EPOCHS,
-        callbacks=callbacks,
-        enable_checkpointing=how == "stock",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(_PairModule(records), DataLoader(Numbers(), BATCH_SIZE))
-    records.write()
+    fit(_PairModule(records), records, directory, how=how, source=source, every=2)

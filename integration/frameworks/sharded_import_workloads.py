@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,15 +21,17 @@ from import_workloads import (
     EPOCHS,
     NUM_SAMPLES,
     Numbers,
+    Recorded,
     Records,
-    _AfterBatch,
-    _AfterStep,
-    _Recorded,
+    arguments_of,
+    fit,
+    loop,
     loss_of,
+    run_trainer,
+    small_gpt,
+    step_of,
 )
 from lightning.pytorch import LightningModule, seed_everything
-from lightning.pytorch import Trainer as LightningTrainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed import destroy_process_group
@@ -39,11 +40,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader
 from trainer_sharded_workloads import OnCpu
-from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, set_seed
-
-from resumekit.adapters.accelerate import Checkpointer
-from resumekit.adapters.lightning import ResumeCallback as LightningCallback
-from resumekit.adapters.transformers import ResumeCallback
+from transformers import set_seed
 
 PER_EPOCH = NUM_SAMPLES // BATCH_SIZE // 2  # of each of two ranks
 EPOCH, BATCH = 1, 2  # where it saves: in the middle of an epoch
@@ -116,72 +113,25 @@ def in_accelerate(directory: str, *, how: str, sharding: str, kind: str, source:
     torch.manual_seed(rank() + 1)  # ranks draw different dropout masks
     saver = accelerator if kind != OF_RANKS else OfRanks(accelerator, model, optimizer, scheduler)
 
-    def step(batch: Any) -> torch.Tensor:
-        loss: torch.Tensor = loss_of(model, batch)
-        accelerator.backward(loss)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        records.note_batch(loss, batch["input_ids"])
-        records.note_weights(model)
-        return loss
-
-    if how == "resumekit":
-        checkpointer = Checkpointer(accelerator, source, save_every=None)
-        for batch in checkpointer.batches(loader, epochs=EPOCHS):
-            checkpointer.step(loss=step(batch))
-        checkpointer.close()
-    else:
-        first = 0
-        if how == "own":
-            saver.load_state(source)
-            first = EPOCH
-        for epoch in range(first, EPOCHS):
-            skips = how == "own" and epoch == first
-            batches = accelerator.skip_first_batches(loader, BATCH) if skips else loader
-            batches.set_epoch(epoch)
-            for number, batch in enumerate(batches, BATCH if skips else 0):
-                step(batch)
-                if (how, epoch, number + 1) == ("stock", EPOCH, BATCH):
-                    saver.save_state(str(Path(directory) / "state"))
+    step = step_of(accelerator, records, model, optimizer, scheduler)
+    given: dict[str, Any] = {"how": how, "source": source, "saver": saver}
+    loop(accelerator, loader, step, directory, saves_at=(EPOCH, BATCH), **given)
     records.write()
     destroy_process_group()
 
 
-class _ShardedRecorded(_Recorded, OnCpu):
+class _ShardedRecorded(Recorded, OnCpu):
     """Notes its steps."""
 
 
 def in_trainer(directory: str, *, how: str, kind: str, source: str = "") -> None:
     """GPT-2 with dropout and tied weights, under FSDP2."""
     set_seed(0)
-    sizes = {"n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 1}
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, bos_token_id=0, eos_token_id=0, **sizes))
-    arguments = TrainingArguments(
-        output_dir=str(Path(directory) / "output"),
-        num_train_epochs=EPOCHS,
-        per_device_train_batch_size=BATCH_SIZE,
-        learning_rate=1e-2,
-        warmup_steps=3,
-        logging_steps=4,
-        save_strategy="steps" if how == "stock" else "no",
-        save_steps=EPOCH * PER_EPOCH + BATCH,
-        report_to="none",
-        use_cpu=True,
-        disable_tqdm=True,
-        log_level="error",
-    )
+    arguments = arguments_of(directory, how=how, save_steps=EPOCH * PER_EPOCH + BATCH)
     records = LocalRecords(directory, rank())
-    trainer = _ShardedRecorded(model, arguments, train_dataset=Numbers())
+    trainer = _ShardedRecorded(small_gpt(), arguments, train_dataset=Numbers())
     save_as(kind, trainer.accelerator)
-    trainer.records = records
-    trainer.add_callback(_AfterStep(records))
-    if how == "resumekit":
-        run = Path(directory) / "run"
-        trainer.add_callback(ResumeCallback(trainer, run, import_from=source, save_every=None))
-    torch.manual_seed(rank() + 1)
-    trainer.train(resume_from_checkpoint=source if how == "own" else None)
-    records.write()
+    run_trainer(trainer, records, directory, how=how, source=source, seed=rank() + 1)
 
 
 class _ShardedModule(LightningModule):
@@ -212,25 +162,6 @@ def in_lightning(directory: str, *, how: str, source: str = "") -> None:
     """Samples in order, without dropout, under ModelParallelStrategy."""
     seed_everything(0, verbose=False)
     records = LocalRecords(directory, rank())
-    callbacks: list[Any] = [_AfterBatch(records)]
-    if how == "stock":
-        files = {"dirpath": directory, "filename": "{step}", "save_top_k": -1}
-        callbacks.append(ModelCheckpoint(**files, every_n_train_steps=1))
-    if how == "resumekit":
-        run = Path(directory) / "run"
-        callbacks.append(LightningCallback(run, import_from=source, save_every=None))
-    trainer = LightningTrainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=ModelParallelStrategy(2, 1),
-        max_epochs=EPOCHS,
-        callbacks=callbacks,
-        enable_checkpointing=how == "stock",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    ckpt_path = source if how == "own" else None
-    trainer.fit(_ShardedModule(records), DataLoader(Numbers(), BATCH_SIZE), ckpt_path=ckpt_path)
-    records.write()
+    options: dict[str, Any] = {"devices": 2, "strategy": ModelParallelStrategy(2, 1)}
+    fit(_ShardedModule(records), records, directory, how=how, source=source, **options)
     destroy_process_group()

@@ -58,6 +58,32 @@ def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
     return [name for name, value in expected.items() if not torch.equal(found[name], value)]
 
 
+def require_alike(
+    kit: Kit, run: Run, continue_from: Any, native: str, source: str = EXPORTED
+) -> dict[str, torch.Tensor]:
+    """What a stock script notes that continues from an export as from its own checkpoint."""
+    expected = continued(kit, run, continue_from, native)
+    assert not differing(continued(kit, run, continue_from, source), expected)
+    assert any("exp_avg" in name for name in expected)
+    assert any("losses" in name for name in expected)
+    return expected
+
+
+def require_seen(
+    kit: Kit,
+    run: Run,
+    continue_from: Any,
+    native: str,
+    source: str = SWAPPED,
+    weights: str = "model",
+) -> None:
+    """Checks that it trains otherwise from the same weights with other moments."""
+    expected = continued(kit, run, continue_from, native)
+    found = differing(continued(kit, run, continue_from, source), expected)
+    assert any("['losses']" in name for name in found)
+    assert not any(f"['loaded']['{weights}']" in name for name in found)
+
+
 def swap_moments(path: Path, *keys: Any) -> None:
     """Exchanges the two moments of each parameter in a file with an optimizer's state.
 

@@ -11,7 +11,14 @@ from preloads import TRAINER
 
 pytest.importorskip("transformers")
 
-from followed_exports import SWAPPED, continued, differing, export, saved, swap_moments
+from followed_exports import (
+    SWAPPED,
+    export,
+    require_alike,
+    require_seen,
+    saved,
+    swap_moments,
+)
 from trainer_export_workloads import NATIVE, SAVED_AT, continue_from, save_both
 
 from resumekit.testing import Kit
@@ -35,9 +42,7 @@ def test_a_stock_trainer_continues_as_from_its_own_checkpoint(
         pytest.skip("pip install peft")
     run = saved(kit, save_both, options, num_ranks)
     out, lines = export(run, "trainer", SAVED_AT)
-    expected = continued(kit, run, continue_from, NATIVE)
-    assert not differing(continued(kit, run, continue_from, out.name), expected)
-    assert any("exp_avg" in name for name in expected)
+    require_alike(kit, run, continue_from, NATIVE)
     native = {path.name for path in (out.parent / NATIVE).iterdir()}
     assert native - {path.name for path in out.iterdir()} <= {"training_args.bin", "README.md"}
     assert not [line for line in lines if "500" in line]
@@ -48,7 +53,4 @@ def test_swapped_moments_are_found(kit: Kit) -> None:
     out, _ = export(run, "trainer", SAVED_AT)
     shutil.copytree(out, out.with_name(SWAPPED))
     swap_moments(out.with_name(SWAPPED) / "optimizer.pt")
-    expected = continued(kit, run, continue_from, NATIVE)
-    found = differing(continued(kit, run, continue_from, SWAPPED), expected)
-    assert any("['losses']" in name for name in found)
-    assert not any("['loaded']['model']" in name for name in found)
+    require_seen(kit, run, continue_from, NATIVE)
