@@ -75,6 +75,7 @@ def doctor(capsys: pytest.CaptureFixture[str]) -> Doctor:
     return run
 
 
+@pytest.mark.quick("unknown")
 @pytest.mark.parametrize(("holder", "status"), [(EXACT, 0), (UNKNOWN, 1)], ids=["exact", "unknown"])
 def test_what_is_saved_and_lost_is_said_before_a_run_begins(
     holder: str, status: int, directory: Path, doctor: Doctor
