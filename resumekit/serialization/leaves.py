@@ -412,6 +412,41 @@ def _bytes_of(values: torch.Tensor) -> torch.Tensor:
     return values.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
+_WORD_MASK = 0xFFFFFFFF
+# Odd multipliers with well mixed bits (splitmix64), as signed words.
+_MIX, _STEP = 0xBF58476D1CE4E5B9 - 2**64, 0x9E3779B97F4A7C15 - 2**64
+
+
+@torch.no_grad()
+def digest_on_devices(tensors: Iterable[torch.Tensor]) -> tuple[int, ...] | None:
+    """A digest of the elements of tensors, computed where they are: one number for each device.
+
+    It changes with the bytes: 64 bits for each device. One block at a time takes up memory there.
+
+    Returns:
+        The numbers; None where a device has no memory for it, or lacks an operation.
+    """
+    digests: dict[torch.device, torch.Tensor] = {}
+    positions: dict[torch.device, torch.Tensor] = {}
+    try:
+        for tensor in tensors:
+            for chunk in chunks_of(stored_values(tensor), _BLOCK_BYTES):
+                device, flat = chunk.device, _bytes_of(chunk)
+                words = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(torch.int64)
+                if device not in positions:
+                    digests[device] = torch.zeros((), dtype=torch.int64, device=device)
+                    positions[device] = torch.arange(1, _BLOCK_BYTES // 8 + 1, device=device)
+                    positions[device] *= _STEP
+                words += positions[device][: words.numel()]  # of two equal words the order counts
+                words ^= (words >> 32).bitwise_and_(_WORD_MASK)
+                words *= _MIX
+                words ^= (words >> 32).bitwise_and_(_WORD_MASK)
+                digests[device] = digests[device] * _STEP + words.sum()
+        return tuple(int(each) for each in digests.values())
+    except RuntimeError:
+        return None
+
+
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """One for the process: torch keeps freed memory for the stream that it was allocated on."""

@@ -11,7 +11,7 @@ import torch
 from resumekit.errors import CorruptCheckpointError, UnsupportedValueError
 from resumekit.serialization.encoding import Encoder
 from resumekit.serialization.index import Index, arrange, header, stem_of
-from resumekit.serialization.leaves import Image, Leaf, pieces_of
+from resumekit.serialization.leaves import Image, Leaf, digest_on_devices, pieces_of
 from resumekit.serialization.planning import Assignment, LocalState
 from resumekit.serialization.sharding import Logical, is_sharded
 from resumekit.storage.commit import Staging
@@ -267,7 +267,14 @@ class FrozenFiles(Payload):
         """Of its data file, relative to the step directory."""
         return f"{self._stem}.safetensors"
 
-    def compare(self, source: StepName, entry: FileEntry, *, num_threads: int) -> None:
+    def compare(
+        self,
+        source: StepName,
+        entry: FileEntry,
+        known: dict[str, tuple[object, Sequence[bytes]]],
+        *,
+        num_threads: int,
+    ) -> None:
         """Begins to compare the data file with that of an earlier checkpoint.
 
         Until ``finish_comparing`` it counts as equal and takes no space. The live tensors are
@@ -276,6 +283,8 @@ class FrozenFiles(Payload):
         Args:
             source: the earlier checkpoint, of this launch.
             entry: its file.
+            known: digests of files that tensors on other devices had, by path; it is updated. Those
+                are fetched only if a digest that their device computes has changed.
             num_threads: that digest tensors in host memory while the caller continues.
         """
         if entry.size != self._data_bytes:
@@ -286,8 +295,18 @@ class FrozenFiles(Payload):
         if all(leaf.is_in_host_memory for leaf in self._leaves.values()):
             calls = list(blocks)
             self._digests = ThreadedCalls(digest_of_block, calls, num_threads=num_threads)
-        else:  # copies of all of them at once could take up more memory than there is
-            self._block_digests = [digest_of_block(parts) for parts in blocks]
+            return
+        tensors = [
+            leaf.source for leaf in self._leaves.values() if isinstance(leaf.source, torch.Tensor)
+        ]
+        are_all = len(tensors) == len(self._leaves) and not all(each.is_cpu for each in tensors)
+        on_device = digest_on_devices(tensors) if are_all else None
+        content, digests = known.get(self.path, (None, ()))
+        if on_device is None or content != (self._header, on_device):
+            # One by one: copies of all blocks could take up more memory than there is.
+            digests = [digest_of_block(parts) for parts in blocks]
+            known[self.path] = (self._header, on_device), digests
+        self._block_digests = digests
 
     def finish_comparing(self) -> None:
         """Completes what ``compare`` has begun; then the tensors may change."""

@@ -249,7 +249,9 @@ BUDGET: dict[str, int] = {
     # renamed; 5: which states the job has once; 20: the newest checkpoint that can be opened, which
     # the commands and the reader of DCP had; 20: deletion by a command; 15: imports
     "storage": 3_110,
-    "serialization": 3_140,  # 10: how many parts an index may have; 180: tensors made of others
+    # 10: how many parts an index may have; 180: tensors made of others; 40: digests that devices
+    # compute, so that frozen weights are not fetched
+    "serialization": 3_180,
     "places": 795,  # 75: memory; 20: a limit of the bandwidth
     "live": 1_025,
     # 300: the types of saved states; errors of objects' own loads; 5: integers too large for torch;
@@ -263,7 +265,7 @@ BUDGET: dict[str, int] = {
     "record": 1_460,
     # 120: the check of what states hold; 50: full disks; 80: places; 135: copies in memory; 65:
     # what an imported step lacks; 20: trackers; 50: several objects of an imported step
-    "run": 6_485,
+    "run": 6_495,
     # readers of six formats, what each of them lacks, and the step; 125: DCP directories, whose
     # metadata is a pickle; 145: partitions of DeepSpeed; 75: shards, several objects, trust, PEFT;
     # 60: files of each rank, flattened states of optimizers, stage 0 of DeepSpeed in 16 bits

@@ -12,6 +12,7 @@ import torch
 
 from resumekit.run.saving.payloads import FrozenLinks
 from resumekit.serialization import writing
+from resumekit.serialization.leaves import digest_on_devices
 from resumekit.serialization.planning import Proposal, encode_local
 from resumekit.serialization.reading import StoredSource, read_payload, read_sharded
 from resumekit.serialization.writing import FrozenFiles, Payload
@@ -87,7 +88,7 @@ def test_an_equal_file_is_linked_and_needs_no_memory(
     payload = Payload.of_states("state", 0, state(), frozen={"w"})
     frozen = frozen_of(payload)
     announced = frozen.num_bytes
-    frozen.compare(step.name, entry, num_threads=2)
+    frozen.compare(step.name, entry, {}, num_threads=2)
     assert frozen.num_bytes == announced - entry.size
     assert frozen.image_bytes == 0
 
@@ -118,7 +119,7 @@ def test_a_file_that_cannot_be_linked_is_copied_and_written(checkpoints: Any, sa
     payload = Payload.of_states("state", 0, state(), frozen={"w"})
     frozen = frozen_of(payload)
     announced = frozen.num_bytes
-    frozen.compare(step.name, entry, num_threads=2)
+    frozen.compare(step.name, entry, {}, num_threads=2)
     Path(step.path, frozen.path).unlink()
 
     def write(staging: Any) -> list[Any]:
@@ -141,7 +142,7 @@ def test_a_file_that_differs_in_one_bit_is_not_linked(checkpoints: Any) -> None:
     value["model"]["w"].view(torch.int32)[2999] ^= 1
     frozen = frozen_of(Payload.of_states("state", 0, value, frozen={"w"}))
     announced = frozen.num_bytes
-    frozen.compare(step.name, entry, num_threads=2)
+    frozen.compare(step.name, entry, {}, num_threads=2)
     frozen.finish_comparing()
     assert frozen.num_bytes == announced
 
@@ -163,7 +164,7 @@ def test_files_of_many_blocks_are_equal_to_the_written_ones(
     assert entry.size > 4 * BLOCK_BYTES
     for changed in (None, 0, 2_500_000, 4_999_999):
         frozen = large(changed)
-        frozen.compare(step.name, entry, num_threads=num_threads)
+        frozen.compare(step.name, entry, {}, num_threads=num_threads)
         frozen.finish_comparing()
         assert (frozen.image_bytes == 0) == (changed is None)
 
@@ -176,7 +177,7 @@ def test_tensors_that_must_be_copied_are_compared_too(checkpoints: Any) -> None:
     step = checkpoints.commit(lambda staging: conjugated().write(staging))
     (entry,) = (each for each in step.manifest.files if each.path.endswith(".safetensors"))
     frozen = conjugated()
-    frozen.compare(step.name, entry, num_threads=2)
+    frozen.compare(step.name, entry, {}, num_threads=2)
     frozen.finish_comparing()
     assert frozen.image_bytes == 0
 
@@ -223,3 +224,50 @@ def test_nothing_is_linked_after_a_save_that_has_failed(checkpoints: Any) -> Non
             frozen.finish_comparing()
             needed.append(frozen.image_bytes > 0)
     assert needed == [False, True]
+
+
+# ---------------------------------------------------------------- digests that devices compute
+
+
+@pytest.mark.parametrize("num_bytes", [1, 7, 64, (16 << 20) + 9, (40 << 20)])
+def test_a_digest_of_a_device_changes_with_each_bit_and_changes_nothing(num_bytes: int) -> None:
+    values = torch.zeros(num_bytes, dtype=torch.uint8)
+    seen = {digest_on_devices([values])}
+    places = {0, 7, 8, (16 << 20) - 1, 16 << 20, num_bytes - 1} & set(range(num_bytes))
+    for place in places:
+        for bit in (0, 5, 7):
+            values[place] = 1 << bit
+            seen.add(digest_on_devices([values]))
+            values[place] = 0
+    assert len(seen) == 1 + 3 * len(places)
+    assert digest_on_devices([values]) in seen
+    assert not values.any()
+
+
+def test_a_digest_of_a_device_depends_on_the_order_of_tensors_and_elements() -> None:
+    first, second = torch.arange(24.0).view(4, 6), torch.arange(24.0, 48.0).view(6, 4)
+    exchanged = first.clone()
+    exchanged[0, :2], exchanged[0, 2:4] = first[0, 2:4], first[0, :2]  # two whole words
+    found = {
+        digest_on_devices(tensors)
+        for tensors in (
+            [first, second],
+            [second, first],
+            [first.t(), second],
+            [exchanged, second],
+            [first],
+            [first, first],
+            [first + 0j],
+            [(first + 1j).conj()],
+            [first + 1j],
+            [first.to(torch.float8_e4m3fn)],
+        )
+    }
+    assert len(found) == 10
+    assert None not in found
+    strided = torch.zeros(4, 12)[:, ::2].copy_(first)
+    assert digest_on_devices([strided, second]) == digest_on_devices([first, second])
+
+
+def test_a_device_without_the_operations_gives_no_digest() -> None:
+    assert digest_on_devices([torch.zeros(5, device="meta")]) is None

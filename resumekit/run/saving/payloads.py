@@ -188,6 +188,7 @@ class FrozenLinks:
         self._is_enabled = retention.keep_latest is None or retention.keep_latest > 1
         self._committed: deque[tuple[StepName, Mapping[str, FileEntry]]] = deque(maxlen=2)
         self._is_open = False  # a save has begun, and is not durable yet
+        self._known: dict[str, tuple[object, Sequence[bytes]]] = {}  # digests of files, by path
 
     @contextmanager
     def compared(
@@ -208,7 +209,7 @@ class FrozenLinks:
             for each in frozen:
                 source = self._source(step, each.path)
                 if source is not None:
-                    each.compare(*source, num_threads=num_threads)
+                    each.compare(*source, self._known, num_threads=num_threads)
             yield
         finally:
             for each in frozen:
