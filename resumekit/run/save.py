@@ -33,7 +33,7 @@ from resumekit.run.garbage_collector import collector_paused
 from resumekit.run.run import RunState
 from resumekit.run.saving.in_flight import Demand, SaveJob
 from resumekit.run.saving.payloads import directory_of, finish_comparing, link, with_frozen
-from resumekit.run.saving.snapshot import wait_for_gpus
+from resumekit.run.saving.snapshot import wait_for_devices
 from resumekit.serialization.writing import Payload
 from resumekit.state import BeforeSave, CaptureReport, SharingPattern, StateComponent, states_of
 from resumekit.storage.commit import Staging
@@ -193,7 +193,7 @@ def _prepare(run: RunState) -> Manifest:
     """Lets the components know of the save, and checks replicas; its draft. Collective."""
     if run.owned.add_late(run.world):  # of state that came into being later, on any rank
         run.running.agreed = run.agree(run.running.agreed.fingerprint)
-    wait_for_gpus()  # what reads the state next may read values that another stream still copies
+    wait_for_devices()  # what reads the state next may read values that another stream still copies
     for each in states_of(run.components, BeforeSave):
         run.world.everywhere(each.before_save)
     run.running.agreed.replicas.check_before_save()
@@ -262,11 +262,11 @@ def _record(
 
 
 def _payloads(run: RunState) -> list[Payload]:
-    wait_for_gpus()  # a state_dict() may read values that another stream still copies
+    wait_for_devices()  # a state_dict() may read values that another stream still copies
     encoded: list[Payload] = []
     run.world.everywhere(lambda: encoded.extend([*_encode(run), *_files(run)]))
     payloads = [*encoded, *run.running.agreed.shards.payloads()]
-    wait_for_gpus()  # what a state_dict() has launched; mostly nothing
+    wait_for_devices()  # what a state_dict() has launched; mostly nothing
     return payloads
 
 

@@ -21,7 +21,7 @@ from resumekit.run.saving.snapshot import (
     pinned_buffer,
     snapshot_buffer,
     used_gpus,
-    wait_for_gpus,
+    wait_for_devices,
 )
 from resumekit.storage.io.direct import address_of
 from resumekit.storage.io.pipeline import HostBuffer
@@ -134,7 +134,7 @@ def test_memory_that_cannot_be_registered_is_used_with_a_warning(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a process that uses no GPU")
 def test_without_a_gpu_nothing_is_registered_and_nothing_waited_for() -> None:
     assert used_gpus() == []
-    wait_for_gpus()
+    wait_for_devices()
     assert type(snapshot_buffer(SIZE)) is HostBuffer
 
 

@@ -13,11 +13,13 @@ import errno
 import os
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 
+from resumekit.capture.global_rng import accelerator_in_use
 from resumekit.errors import SaveError
 from resumekit.log import logger, warn
 from resumekit.serialization.writing import Payload
@@ -34,13 +36,18 @@ def used_gpus() -> list[int]:
     return [index for index in range(torch.cuda.device_count()) if has_context(index)]
 
 
-def wait_for_gpus() -> None:
-    """Waits until all used GPUs have done what was launched, on whichever stream.
+def wait_for_devices() -> None:
+    """Waits until all used devices have done what was launched, on whichever stream.
 
     Only then does host memory hold what was copied to it with ``non_blocking=True``.
     """
     for index in used_gpus():
         torch.cuda.synchronize(index)
+    if accelerator_in_use(if_unknown=True) not in ("", "cuda"):
+        # Of a plug-in that cannot do it; an error of the device is raised again by the next call.
+        with suppress(RuntimeError):
+            for index in range(torch.accelerator.device_count()):
+                torch.accelerator.synchronize(index)
 
 
 # ---------------------------------------------------------------- pinned memory
