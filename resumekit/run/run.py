@@ -415,6 +415,7 @@ class RunState:
         try:
             self.finish_copies()
         finally:
+            self.in_flight.snapshot.release()  # the object of the run may live on, as in a notebook
             if self.opened is not None and self.world.is_first:
                 self.opened.store.release()
 
