@@ -12,13 +12,16 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from resumekit.errors import ConfigurationError
 from resumekit.prove import ProveResult, print_result, prove
+from resumekit.record.conditions import gpu_settings
 from resumekit.record.moments import (
     STEP,
     Moment,
@@ -42,15 +45,23 @@ _SAMPLES_SHOWN = 3
 _RUNS = {"reference": "never killed", "killed": "killed and resumed"}
 
 
-def run_demo(*, seed: int, num_kills: int, quick: bool) -> bool:
+def run_demo(*, seed: int, num_kills: int, quick: bool, device: str = "cpu") -> bool:
     """Whether the killed run ended with the same bits; prints how it went.
 
     Args:
         seed: of the training and of the instants of the kills.
         num_kills: how often the run is killed.
         quick: train a quarter as long.
+        device: ``cpu`` or ``cuda``.
+
+    Raises:
+        ConfigurationError: it is another one, or there is no GPU.
     """
     console = Console(highlight=False)
+    if device not in ("cpu", "cuda"):
+        raise ConfigurationError("--device", found=repr(device), expected="cpu or cuda")
+    if device == "cuda":
+        console.print(_gpus())
     steps_per_epoch = QUICK_STEPS_PER_EPOCH if quick else STEPS_PER_EPOCH
     console.print(
         "A small transformer learns to read the sources of Python's own library.\n"
@@ -61,7 +72,7 @@ def run_demo(*, seed: int, num_kills: int, quick: bool) -> bool:
         directory = Path(name)
         with _progress(console, directory, NUM_EPOCHS * steps_per_epoch) as progress:
             result = prove(
-                _command(seed, steps_per_epoch),
+                _command(seed, steps_per_epoch, device),
                 kills=num_kills,
                 seed=seed,
                 keep=directory,
@@ -76,9 +87,20 @@ def run_demo(*, seed: int, num_kills: int, quick: bool) -> bool:
     return result.ok
 
 
-def _command(seed: int, steps_per_epoch: int) -> list[str]:
+def _command(seed: int, steps_per_epoch: int, device: str = "cpu") -> list[str]:
     script = [sys.executable, "-m", "resumekit.demo_script", "{dir}", "--seed", str(seed)]
-    return [*script, "--epochs", str(NUM_EPOCHS), "--steps-per-epoch", str(steps_per_epoch)]
+    length = ["--epochs", str(NUM_EPOCHS), "--steps-per-epoch", str(steps_per_epoch)]
+    return [*script, *length, "--device", device]
+
+
+def _gpus() -> str:
+    """The GPUs and what their results depend on; raises ConfigurationError where there are none."""
+    versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}"
+    if not torch.cuda.is_available():
+        raise ConfigurationError(
+            "--device cuda", found=f"no GPU that torch can use ({versions})", expected="one"
+        )
+    return ", ".join([versions, *(f"{name} {each}" for name, each in gpu_settings().items())])
 
 
 @contextmanager

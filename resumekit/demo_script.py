@@ -88,8 +88,12 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--steps-per-epoch", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
 
+    if args.device == "cuda":
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS needs it to be deterministic
+        torch.use_deterministic_algorithms(True)
     random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
@@ -97,7 +101,7 @@ def main() -> None:
     dataset = PythonSources(16 * args.steps_per_epoch, length=96, hidden=0.1)
     loader = DataLoader(dataset, batch_size=16, shuffle=True)
 
-    model = Transformer(width=96, num_layers=2, length=96, dropout=0.1)
+    model = Transformer(width=96, num_layers=2, length=96, dropout=0.1).to(args.device)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
@@ -113,6 +117,7 @@ def main() -> None:
         save_every=20,
     )
     for inputs, targets in ckpt.batches(loader, epochs=args.epochs):
+        inputs, targets = inputs.to(args.device), targets.to(args.device)
         loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()

@@ -111,11 +111,12 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seeds the training and the kill times.")] = 0,
     kills: Annotated[int, typer.Option(min=1, help="How often the job is killed.")] = 3,
     quick: Annotated[bool, typer.Option("--quick", help="Train a quarter as long.")] = False,
+    device: Annotated[str, typer.Option(help="Where it trains: cpu or cuda.")] = "cpu",
 ) -> None:
     """Train, kill at random times, resume, and compare with an uninterrupted run."""
     from resumekit.demo import run_demo
 
-    if not run_demo(seed=seed, num_kills=kills, quick=quick):
+    if not run_demo(seed=seed, num_kills=kills, quick=quick, device=device):
         raise typer.Exit(EXIT_NO)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +57,20 @@ def test_the_printed_loss_keeps_every_bit(loss: float) -> None:
 
 def test_the_demonstration_copies_nothing_of_where_it_is_started() -> None:
     assert workspace_of(_command(0, 1), Path("/")) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "text"),
+    [("cuda", "--device cuda: no GPU that torch can use (torch "), ("tpu", "--device: 'tpu'")],
+)
+def test_a_device_that_cannot_train_is_one_line(device: str, text: str) -> None:
+    command = [sys.executable, "-m", "resumekit", "demo", "--device", device]
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=hidden, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: {text}")
+
+
+def test_the_device_is_passed_to_the_training() -> None:
+    assert _command(0, 1, "cuda")[-2:] == ["--device", "cuda"]
