@@ -76,8 +76,11 @@ def _side_row(name: str, kind: str, without: str, needs: str = GPU, **options: A
     return Row(name, {"kind": kind, "width": 1 << 16, **options}, without, needs)  # 17 MB of state
 
 
-def _fsdp2_row(name: str, layout: str = "fsdp2", **options: Any) -> Row:
-    return Row(name, {"layout": layout, "kill": KILL_INSIDE_SAVE}, **options)
+def _killed_row(name: str, layout: str, num_ranks: int = 1) -> Row:
+    needs = TWO_GPUS if num_ranks > 1 else GPU
+    name = f"{name}, {num_ranks} ranks" if num_ranks > 1 else name
+    options = {"layout": layout, "kill": KILL_INSIDE_SAVE}
+    return Row(f"{name}, killed in a save", options, needs=needs, num_ranks=num_ranks)
 
 
 ACROSS_DEVICES = "GPU to CPU to GPU"
@@ -108,10 +111,11 @@ ROWS = (
     Row("tensors in extras and variables", {}, "extras"),
     Row("workers, pinned batches", {"workers": 2}, "rng"),
     replace(_optimizer_row("capturable AdamW", graph="captured", **DROPOUT), name="CUDA graph"),
-    _fsdp2_row("FSDP2, killed in a save"),
-    _fsdp2_row("FSDP2 with CPU offload, killed in a save", "fsdp2 offload"),
-    _fsdp2_row("FSDP2, 2 ranks, killed in a save", needs=TWO_GPUS, num_ranks=2),
-    Row("DDP, 2 ranks", {"layout": "ddp"}, needs=TWO_GPUS, num_ranks=2),
+    _killed_row("FSDP2", "fsdp2"),
+    _killed_row("FSDP2 with CPU offload", "fsdp2 offload"),
+    _killed_row("FSDP2", "fsdp2", num_ranks=2),
+    _killed_row("FSDP2 with CPU offload", "fsdp2 offload", num_ranks=2),
+    _killed_row("DDP", "ddp", num_ranks=2),
     Row(ACROSS_DEVICES, {"kind": "across", **SYNC}),
     # Of several GPUs the Trainer would use all, through DataParallel.
     Row("Trainer", {"framework": "trainer", "visible": "0"}, needs="transformers"),
@@ -237,7 +241,7 @@ class Judge:
         different = _difference(expected, _read(control, "control", rank))
         assert different, f"negative control: nothing differs without {self._row.without}"
         text = f"{len(after)} values equal after the resume at step {step}"
-        return f"{text}; without {self._row.without} {different.partition(':')[0]}"
+        return f"{text}; without {self._row.without}: {different.partition(':')[0]}"
 
     def _cross_devices(self) -> str:
         """Compares the weights before and after each change of the device."""
@@ -344,9 +348,8 @@ def machine_facts() -> dict[str, str]:
     }
 
 
-def write_record(path: Path, results: Sequence[Result], summary: str) -> None:
+def write_record(path: Path, facts: Sequence[str], results: Sequence[Result], summary: str) -> None:
     """Writes the facts of the machine and the results as Markdown."""
-    facts = [f"- {name}: {value}" for name, value in machine_facts().items()]
     head = ["| result | seconds | row | figure or reason |", "|---|---|---|---|"]
     rows = [f"| {r.outcome} | {r.seconds:.1f} | {r.name} | {r.text} |" for r in results]
     lines = ["# resumekit on a GPU", "", summary, "", *facts, "", *head, *rows, ""]
@@ -367,6 +370,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = [row for row in ROWS if options.only.lower() in row.name.lower()]
     if not rows:
         parser.error(f"no row {options.only!r}; the rows are {', '.join(row.name for row in ROWS)}")
+    facts = [f"- {name}: {value}" for name, value in machine_facts().items()]
+    sys.stdout.write("\n".join([*facts, f"{len(rows)} rows; all take 5 minutes on one GPU", ""]))
+    sys.stdout.flush()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="resumekit-gpu-") as directory:
         results = run_rows(rows, Path(directory), device=options.device, jobs=options.jobs)
@@ -375,7 +381,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     summary = f"{counts}, {time.monotonic() - began:.0f} s"
     sys.stdout.write(f"{summary}\n")
     if options.record:
-        write_record(options.record, results, summary)
+        write_record(options.record, facts, results, summary)
+    elif FAIL in outcomes:
+        sys.stdout.write("--record FILE writes a page with all of this, to attach to a report\n")
     return int(FAIL in outcomes)
 
 

@@ -28,7 +28,10 @@ def test_without_a_gpu_each_row_is_named_and_none_runs(tmp_path: Path) -> None:
     record = tmp_path / "record.md"
     done = run_command(["--record", str(record)])
     assert done.returncode == 0, done.stderr
-    *rows, summary = done.stdout.splitlines()
+    *facts, summary = done.stdout.splitlines()
+    facts, rows = facts[: -len(gpu.ROWS)], facts[-len(gpu.ROWS) :]
+    assert f"- torch: {torch.__version__}" in facts
+    assert facts[-1].startswith(f"{len(rows)} rows; ")
     assert len(rows) == len(gpu.ROWS)
     for row, line in zip(gpu.ROWS, rows, strict=True):
         reason = "needs 2 GPUs" if row.needs == gpu.TWO_GPUS else "needs a GPU"
