@@ -46,6 +46,26 @@ for _ in ckpt.batches(range(8), epochs=1):
         os.kill(os.getpid(), signal.SIGKILL)
 """
 
+# User state on the device that is not the current one.
+LAST = """
+import json, os, signal, sys
+import torch
+from torch import nn
+from resumekit.adapters.torch import Checkpointer
+
+extras = {"last": None}
+ckpt = Checkpointer(sys.argv[1], model=nn.Linear(1, 1), save_every=2, extras=extras)
+for _ in ckpt.batches(range(8), epochs=1):
+    last = extras["last"]
+    found = None if last is None else [last.item(), str(last.device)]
+    print(json.dumps([ckpt.progress.step, found]))
+    extras["last"] = torch.full((), ckpt.progress.step, device="simulated:1")
+    ckpt.step()
+    if ckpt.progress.step == int(sys.argv[2]):
+        sys.stdout.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
 # The device still copies to host memory when the save begins; nothing else of it is saved.
 PENDING = """
 import sys
@@ -162,6 +182,12 @@ def test_draws_differ_where_the_generators_are_not_restored(tmp_path: Path) -> N
     for step, (mine, others) in resumed.items():
         assert mine != expected[step][0]
         assert others != expected[step][1]
+
+
+def test_a_value_returns_to_the_device_that_it_was_on(tmp_path: Path) -> None:
+    launch(LAST, tmp_path, 5, expected=-signal.SIGKILL)
+    resumed = launch(LAST, tmp_path, 0)
+    assert resumed == {step: [[step - 1, "simulated:1"]] for step in range(4, 8)}
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])

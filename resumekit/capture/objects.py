@@ -330,8 +330,9 @@ class Extras(Checked):
 def _device_name(device: torch.device) -> str:
     """The device's type, with its index unless it is the device that this process uses."""
     # Not always with the index: another rank, which uses another one, may load the value.
-    is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
-    return device.type if is_current else str(device)
+    if device.type == "cpu" or device.index in (None, torch.accelerator.current_device_index()):
+        return device.type
+    return str(device)
 
 
 def _device_here(name: str) -> torch.device:
