@@ -298,15 +298,15 @@ BUDGET: dict[str, int] = {
     "recorder": 575,  # 5: tensors made of others
     "prove": 2_190,  # has the likely causes, for the terminal and the page
     "supervisor": 330,  # 40: the end of a command whose supervisor was killed
-    "testing": 1_635,
-    "demo": 140,
+    "testing": 1_645,
+    "demo": 150,
     "demo_script": 90,
     "html_report": 1_030,  # 30: why an attempt ended, goodput
     # 50: checkpoints that a live run deletes meanwhile; 80: mirror, fetch, copies; 30: exports;
     # 95: prune; 85: history; 65: unbroken names, runs of a parent, JSON of verify; 40: import;
     # 25: doctor; 50: tables of 80 columns, JSON of report, damaged checkpoints that fetch replaces,
     # what a directory has that is none of a run; 3: where an imported run continues
-    "cli": 1_315,
+    "cli": 1_320,
     "__init__": 50,
 }
 
