@@ -310,6 +310,24 @@ class World:
             return _Outcome(error=as_error(self.rank, error))
 
 
+def restart_risk(world_size: int) -> str | None:
+    """Why torchrun may fail to restart this job, and what to set; None where nothing is known.
+
+    Args:
+        world_size: of the job.
+    """
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    # torch 2.13 distributed/elastic/rendezvous/dynamic_rendezvous.py keeps one store for all
+    # attempts, and elastic/agent/server/local_elastic_agent.py sets this variable for the ranks.
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if world_size == 1 or not (restarts and shared):
+        return None
+    return (
+        "torchrun may not restart this job: gloo finds addresses of dead ranks. "
+        "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    )
+
+
 def ranks_of(group: Any) -> list[int] | None:
     """The global ranks of a torch group, a one-dimensional DeviceMesh or a list of ranks."""
     if hasattr(group, "get_group"):

@@ -8,9 +8,12 @@ Example:
 from __future__ import annotations
 
 import inspect
+import os
 import signal
+import subprocess
 from collections.abc import Mapping
 from functools import partial
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +30,7 @@ from resumekit.adapters.lightning.fit_components import fit_components, prepare,
 from resumekit.adapters.lightning.loader import LoaderInStep, refuse
 from resumekit.adapters.lightning.loop_state import LoopState
 from resumekit.attach import asked_step, refuse_checkpoint, step_names
-from resumekit.errors import ConfigurationError
+from resumekit.errors import ConfigurationError, Preempted
 from resumekit.log import logger
 from resumekit.requirements import check_tested
 from resumekit.run.loops import FrameworkLoop
@@ -253,6 +256,8 @@ class ResumeCallback(Callback):
         if self._checkpointer is not None:
             self._checkpointer.__exit__(type(exception), exception, None)
         self._checkpointer = self._loop = None
+        if isinstance(exception, Preempted):
+            requeue(trainer, exception.signal_number)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Releases the run directory, and ends the loader's workers."""
@@ -260,6 +265,21 @@ class ResumeCallback(Callback):
         if self._checkpointer is not None:
             self._checkpointer.close()
         self._checkpointer = self._loop = None
+
+
+def requeue(trainer: Any, signal_number: int) -> None:
+    """Requeues the SLURM job on Lightning's signal for it, as the replaced handler would.
+
+    Source: lightning 2.6 trainer/connectors/signal_connector.py _slurm_sigusr_handler_fn.
+    """
+    cluster = private.CLUSTER.of(trainer)
+    job, task = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    if not (job and trainer.is_global_zero and getattr(cluster, "auto_requeue", False)):
+        return
+    if signal_number == cluster.requeue_signal:
+        name = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}" if task else job
+        status = subprocess.run(["scontrol", "requeue", name], check=False).returncode
+        logger.log(WARNING if status else INFO, "scontrol requeue %s: status %d", name, status)
 
 
 def check(trainer: Any, module: Any) -> None:

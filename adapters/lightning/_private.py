@@ -76,6 +76,10 @@ _OF_TRAINER = (
     PROGRESS_BAR_METRICS := _name("_logger_connector._progress_bar_metrics", _LOGGED),
     # teardown restores the signal handlers that Lightning found.
     SIGNALS := _name("_signal_connector.teardown", "trainer/connectors/signal_connector.py", ()),
+    CLUSTER := _name(
+        "_accelerator_connector.cluster_environment",
+        "trainer/connectors/accelerator_connector.py _AcceleratorConnector",
+    ),
     OPTIMIZERS := _name("strategy._lightning_optimizers", "strategies/strategy.py Strategy"),
     # fit_loop.py on_run_end calls it after the module's on_train_end.
     ON_TRAIN_END := _name(

@@ -10,7 +10,7 @@ from typing import Any
 from resumekit.cadence import SaveInterval, parse_cadence
 from resumekit.capture.fingerprint import SettingChange
 from resumekit.capture.slots import uncaptured_parameters
-from resumekit.distributed import World
+from resumekit.distributed import World, restart_risk
 from resumekit.errors import InexactError
 from resumekit.log import logger, warn
 from resumekit.run.components import RunComponents, weakly
@@ -170,6 +170,8 @@ class Reporter:
             report.require_exact()
         if not self._known:
             self._log_start(report)
+            if risk := restart_risk(self._world.world_size):
+                self.warn(risk)
         self._warn_of_new(report)
 
     def captured(self, *, are_complete: bool = False) -> CaptureReport:
