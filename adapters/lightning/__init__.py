@@ -278,7 +278,10 @@ def requeue(trainer: Any, signal_number: int) -> None:
         return
     if signal_number == cluster.requeue_signal:
         name = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}" if task else job
-        status = subprocess.run(["scontrol", "requeue", name], check=False).returncode
+        try:
+            status = subprocess.run(["scontrol", "requeue", name], check=False).returncode
+        except OSError:  # as a shell reports a missing program
+            status = 127
         logger.log(WARNING if status else INFO, "scontrol requeue %s: status %d", name, status)
 
 

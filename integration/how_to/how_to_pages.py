@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -208,8 +208,12 @@ def wait_until(condition: Callable[[], object], seconds: float = TIMEOUT_SECONDS
 
 def are_equal(one: Step, other: Step) -> bool:
     """Whether two steps had the same loss and left the same weights, bit for bit."""
-    pairs = zip(one["weights"], other["weights"], strict=True)
-    return torch.equal(one["loss"], other["loss"]) and all(torch.equal(a, b) for a, b in pairs)
+    return torch.equal(one["loss"], other["loss"]) and same(one["weights"], other["weights"])
+
+
+def same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    """Whether all tensors are equal, bit for bit."""
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def difference(whole: Workplace, killed: Workplace, *, num_ranks: int = 1) -> str:

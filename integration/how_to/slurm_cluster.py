@@ -75,8 +75,9 @@ class Cluster:
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o600)
+        host = socket.gethostname().partition(".")[0]
         names = {
-            "host": socket.gethostname().partition(".")[0],
+            "host": host,
             "user": subprocess.check_output(["id", "-un"], text=True).strip(),
             "controller_port": free_port(),
             "node_port": free_port(),
@@ -88,7 +89,7 @@ class Cluster:
         self._start("munged", "--foreground", "--force", f"--key-file={key}", *files)
         wait_until((self.folder / "munge.socket").exists, 30)
         self._start("slurmctld", "-D")
-        self._start("slurmd", "-D", "-N", names["host"])
+        self._start("slurmd", "-D", "-N", host)
         wait_until(lambda: "idle" in self.ask("sinfo", "-h", "-o", "%T"), 60)
 
     def _start(self, *command: str) -> None:

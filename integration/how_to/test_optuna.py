@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from how_to_pages import Page, Workplace, difference, num_repeated, wait_until, without
+from how_to_pages import Page, Workplace, difference, num_repeated, without
 
 pytest.importorskip("optuna")
 

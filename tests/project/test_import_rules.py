@@ -242,7 +242,7 @@ BUDGET: dict[str, int] = {
     "replay_plan": 30,
     "cadence": 110,
     "state": 445,  # 140: the schema of a state and its check; 10: the progress in a state
-    "distributed": 230,
+    "distributed": 240,  # 10: restarts that torchrun may miss
     # 70: unlisted files, deletion by a live run, reads that are retried; 115: commits in place;
     # 40: deletions on a full disk, drafts that are removed after an error; 60: commits of copies;
     # 60: pages of shared memory that are used again; 35: directories of an overlay that cannot be
@@ -291,9 +291,9 @@ BUDGET: dict[str, int] = {
     # 10: the processes that have a Checkpointer; 35: paths that scripts pass to their framework
     "attach": 410,
     # 160: the types of saved loop states; 15: ckpt_path; 15: the entry points of Lightning;
-    # 5: what a framework logs with; 35: what an export has to know of a framework's objects; 5:
-    # prompts of PEFT
-    "adapters": 2_760,
+    # 5: what a framework logs with; 35: what an export has to know of a framework's objects;
+    # 25: jobs of SLURM that Lightning requeues
+    "adapters": 2_780,
     "trackers": 340,  # an adapter for each tracker, of 45 to 65 lines
     "recorder": 575,  # 5: tensors made of others
     "prove": 2_190,  # has the likely causes, for the terminal and the page

@@ -27,6 +27,11 @@ class StepRecorder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._loss: Any = None
+        self._before: Any = None
+
+    def note_weights(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Hook of every optimizer step, before it: keeps the weights that it begins with."""
+        self._before = _weights_of(optimizer)
 
     def note_loss(self, module: Any, inputs: Any, output: Any) -> None:
         """Hook of every forward pass: keeps the output of a loss module."""
@@ -43,9 +48,12 @@ class StepRecorder:
         launch = self._folder / f"rank-{rank}" / str(os.getpid())
         launch.mkdir(parents=True, exist_ok=True)
         step = sum(1 for _ in launch.glob("*.pt"))
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        weights = [each.detach().clone() for each in parameters]
-        content = {"time": time.time(), "loss": self._loss, "weights": weights}
+        content = {
+            "time": time.time(),
+            "loss": self._loss,
+            "before": self._before,
+            "weights": _weights_of(optimizer),
+        }
         torch.save(content, launch / "part")
         os.rename(launch / "part", launch / f"{step:06}.pt")
         if step + 1 == int(os.environ.get(WAIT_AT, "0")):
@@ -55,6 +63,11 @@ class StepRecorder:
         (self._folder / f"waits-{rank}").write_text(f"{os.getpid()}")
         while not (self._folder / "go").exists():
             time.sleep(0.01)
+
+
+def _weights_of(optimizer: Any) -> list[Any]:
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    return [each.detach().clone() for each in parameters]
 
 
 class AfterTorch(importlib.abc.MetaPathFinder):
@@ -73,10 +86,14 @@ class AfterTorch(importlib.abc.MetaPathFinder):
         def execute_and_hook(module: Any) -> None:
             execute(module)
             from torch.nn.modules.module import register_module_forward_hook
-            from torch.optim.optimizer import register_optimizer_step_post_hook
+            from torch.optim.optimizer import (
+                register_optimizer_step_post_hook,
+                register_optimizer_step_pre_hook,
+            )
 
             recorder = StepRecorder(Path(os.environ[RECORDS]))
             register_module_forward_hook(recorder.note_loss)
+            register_optimizer_step_pre_hook(recorder.note_weights)
             register_optimizer_step_post_hook(recorder.record)
 
         loader.exec_module = execute_and_hook
