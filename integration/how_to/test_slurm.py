@@ -52,8 +52,8 @@ def test_a_job_is_signalled_before_its_time_limit_and_requeues_itself(
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), log.read_text()
     assert not difference(whole, killed)
     assert num_repeated(whole, killed) == 0
-    lines = [line for line in log.read_text().splitlines() if "resumekit: " in line]
-    shown = [line for line in PAGE.lines("text") if line.startswith("resumekit: ")]
+    lines = [line for line in log.read_text().splitlines() if "SIGTERM" in line or "runs/a" in line]
+    shown = PAGE.lines("text")
     assert lines == [line.replace("/home/me", str(killed.directory)) for line in shown]
 
 
