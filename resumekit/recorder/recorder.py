@@ -111,6 +111,11 @@ class Recorder:
 
     def _begin(self, optimizer: Any) -> None:
         self._before = position_of(optimizer)
+        # torch 2.13 checkpoint/state_dict.py _init_optim_state: get_state_dict() makes the moments
+        # by a step without a backward pass and with learning rate 0. Training has not begun yet.
+        if not self._losses and {*self._before.lr} == {(0.0).hex()}:
+            self._before = None
+            return
         if self._trace is None:
             os.environ[TRAINER_VARIABLE] = str(self._pid)
             rank = _rank()

@@ -141,6 +141,25 @@ def test_a_pass_that_restores_the_buckets_of_ddp_is_no_loss_of_the_script(
     assert list(step.fields["values"]) == losses
 
 
+@pytest.mark.parametrize("lr", [0.1, 0.0])  # a warmup begins with 0
+def test_the_step_by_which_torch_makes_moments_is_no_step_of_the_training(
+    record: Callable[..., str], tmp_path: Path, lr: float
+) -> None:
+    record(
+        "import torch\n"
+        "from torch.distributed.checkpoint.state_dict import get_state_dict\n"
+        "model = torch.nn.Linear(3, 2)\n"
+        f"optimizer = torch.optim.AdamW(model.parameters(), lr={lr})\n"
+        "get_state_dict(model, optimizer)\n"
+        "for _ in range(2):\n"
+        "    optimizer.zero_grad()\n"
+        "    model(torch.ones(1, 3)).sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    steps = steps_in(tmp_path / "records")
+    assert [(step.step, step.fields["lr"]) for step in steps] == [(1, [lr.hex()]), (2, [lr.hex()])]
+
+
 def test_states_are_digested_at_every_nth_step(record: Callable[..., str], tmp_path: Path) -> None:
     record(SCRIPT.read_text(), digest_every=4)
     steps = steps_in(tmp_path / "records")
