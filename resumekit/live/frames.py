@@ -35,6 +35,8 @@ from resumekit.live.value_stack import NUM_CACHED, UnsupportedBytecodeError, fin
 _COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>"})
 _COROUTINE = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR | inspect.CO_ITERABLE_COROUTINE
 _PACKAGE = "resumekit"
+# ipykernel 7 compiler.py get_file_name, in whose name is a hash of the cell, and its predecessors.
+_CELL = re.compile(r".*[/\\]ipykernel_\d+[/\\]\d+\.py|<ipython-input-.*>")
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Site:
     """The instruction that a frame executes, recognised in another process.
 
     Args:
-        file: name of the file, without its directory.
+        file: name of the file, without its directory; "cell" in a notebook.
         function: qualified name; on Python 3.10 without the class.
         digest: of the function's code, without line numbers and paths.
         lasti: offset of the instruction; of several that are compiled from one expression, as for
@@ -114,7 +116,8 @@ class LiveFrame:
                 self.stored = self.names & stored_names(self.code, self.lasti)
         except UnsupportedBytecodeError as error:
             self.reason = str(error)
-        file = os.path.basename(self.code.co_filename)
+        path = self.code.co_filename
+        file = "cell" if _CELL.fullmatch(path) else os.path.basename(path)
         function = getattr(self.code, "co_qualname", self.code.co_name)  # from Python 3.11 on
         offset = _first_of_expression(self.code, self.lasti)
         self.site = Site(file, function, digest_code(self.code), offset, self.line)

@@ -413,9 +413,9 @@ def test_setting_leaves_variables_of_other_frames_alone():
 # Sites
 
 
-def site_of(source, name="function"):
+def site_of(source, name="function", file="/home/user/train.py"):
     names: dict = {}
-    exec(compile(source, "/home/user/train.py", "exec"), names)  # noqa: S102  sources of these tests
+    exec(compile(source, file, "exec"), names)  # noqa: S102  sources of these tests
     found: list = []
     ckpt = Owner(lambda frames: found.append(frames[0].site))
     names[name](ckpt)
@@ -434,6 +434,19 @@ def test_a_site_is_recognised():
     assert site.matches(site_of(SOURCE.replace("function", "other"), "other")) == "other"
     twice = SOURCE.replace("    if", "    ckpt.fetch()\n    if")
     assert site.matches(site_of(twice)) == "edited"
+
+
+def test_an_edited_cell_of_a_notebook_in_another_kernel_is_the_same_file():
+    check_cells("/tmp/ipykernel_4711/1987456118.py", "/tmp/ipykernel_815/2659482648.py")
+    check_cells("<ipython-input-4-3e2f0c9d1b7a>", "<ipython-input-9-5d41402abc4b>")
+    assert site_of(SOURCE, file="/home/user/1987456118.py").file == "1987456118.py"
+
+
+def check_cells(first, second):
+    site = site_of(SOURCE, file=first)
+    assert site.file == "cell"
+    assert site.matches(site_of(SOURCE, file=second)) == "same"
+    assert site.matches(site_of(SOURCE.replace("1.5", "2.5"), file=second)) == "edited"
 
 
 def test_another_call_of_the_same_function_is_another_site():
