@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 from resumekit.prove.cases import Case, History, first_differences
-from resumekit.prove.result import RUN
+from resumekit.prove.result import RUN, describe
 from resumekit.record.moments import (
     CHECKPOINT,
     DATA,
@@ -448,7 +448,7 @@ def _position_of_batch(case: Case) -> Found:
 
 def _batch_sizes(case: Case) -> Found:
     sizes = case.leaves.get("count") or [str(len((ids or "").split(","))) for ids in _samples(case)]
-    return sizes if sizes[0] != sizes[1] else ()
+    return [*map(describe, sizes)] if sizes[0] != sizes[1] else ()
 
 
 def _generators(case: Case) -> Sequence[str]:

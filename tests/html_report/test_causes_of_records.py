@@ -84,3 +84,16 @@ def test_the_rest_of_a_step_is_compared_with_its_last_micro_steps(
     judged = Recording({0: (first,), 1: (rest,)})
     found = find_causes(Recording({0: (first, second)}), judged)
     assert [each.cause for each in found] == causes
+
+
+def test_the_sizes_of_many_inputs_are_shortened() -> None:
+    """Reinforcement learning calls its network for many observations before each step."""
+    first, few, many = (
+        Moment("step", step, {"data": {"samples": str(number), "count": count}}, ())
+        for number, (step, count) in enumerate([(1, "4"), (2, "4,64"), (2, ",".join("4" * 500))])
+    )
+    judged = Recording({0: (first,), 1: (many,)})
+    (found,) = find_causes(Recording({0: (first, few)}), judged)
+    assert found.cause is Cause.BATCH_SIZE
+    assert found.evidence.endswith("… (999 characters) samples instead of 4,64.")
+    assert len(found.evidence) < 120
