@@ -53,6 +53,7 @@ PYTEST = (
 )
 # Past this many seconds a run ends with the failures it has seen.
 ENDS_AFTER = "--session-timeout=2400"
+INTEGRATION_TYPES = ("integration", "benchmarks", "examples")
 EVERY_TEST = ("-m", "full or not full")
 RESULTS = Path("benchmarks", "results")
 VERSIONS = """
@@ -93,7 +94,7 @@ def types(session: nox.Session) -> None:
         ("mypy",),
         ("pyright", "--pythonpath", PYTHON),
         ("mypy", "--config-file", "tests/mypy.ini"),
-        ("mypy", "--config-file", "integration/mypy.ini", "integration", "benchmarks", "docs"),
+        ("mypy", "--config-file", "integration/mypy.ini", *INTEGRATION_TYPES),
     )
 
 
@@ -178,6 +179,12 @@ def _record_run(report: Path, title: str, stem: str, versions: str) -> int:
     file = RESULTS / f"{datetime.date.today()}-{stem}.md"
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return int(sums[1])
+
+
+@nox.session
+def examples(session: nox.Session) -> None:
+    """Every example and its stock twin, killed and judged; 15 minutes, by name only."""
+    session.run(*PYTEST, *EVERY_TEST, "integration/examples", *session.posargs)
 
 
 @nox.session

@@ -1,18 +1,22 @@
 """Scripts without a line of resumekit: how users launch and resume them, and what is lost then.
 
-They are in ``integration/user_scripts/official``, written after official examples of their
-frameworks.
+Those of ``CASES`` are in ``integration/user_scripts/official``, written after official examples of
+their frameworks; those of ``EXAMPLE_CASES`` are the programs of ``examples``, each with a twin.
 """
 
 from __future__ import annotations
 
+import ast
+import difflib
 import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-OFFICIAL = Path(__file__).resolve().parents[1] / "integration" / "user_scripts" / "official"
+ROOT = Path(__file__).resolve().parents[1]
+OFFICIAL = ROOT / "integration" / "user_scripts" / "official"
+EXAMPLES = ROOT / "examples"
 
 # A framework as the README names it, and the distribution that has its version.
 PACKAGES = {
@@ -59,6 +63,7 @@ class Case:
         resumed: the step of the checkpoint that is resumed.
         num_steps: of the whole run.
         loss: what the resume loses; None where it is EXACT.
+        folder: where the script is.
     """
 
     framework: str
@@ -71,6 +76,7 @@ class Case:
     resumed: int = 10
     num_steps: int = 24
     loss: Loss | None = None
+    folder: Path = OFFICIAL
 
     def __str__(self) -> str:
         variant = "-epoch" if "epoch" in self.options else ""
@@ -78,7 +84,7 @@ class Case:
 
     def command(self) -> list[str]:
         """The first launch."""
-        return [sys.executable, str(OFFICIAL / self.script), *self.options]
+        return [sys.executable, str(self.folder / self.script), *self.options]
 
     def relaunch_command(self) -> list[str]:
         """The launch after the kill; empty where it is the first one again."""
@@ -231,6 +237,115 @@ CASES = (
         world=2,
         num_ranks=2,
         loss=Loss("rng", 11, _FOLLOWS - {"rng"}),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class ExampleCase:
+    """A program of ``examples``, and its twin in ``examples/stock`` with the framework's resume.
+
+    Args:
+        framework: as the table names it.
+        name: of both files, without ``.py``.
+        kill: the step after which the twin is killed.
+        loss: what the resume of the twin loses.
+        small: options of a launch of a few steps.
+        small_kill: the step after which that one is killed.
+        small_resumed: the step that it resumes from.
+        world: ranks.
+    """
+
+    framework: str
+    name: str
+    kill: int
+    loss: Loss
+    small: tuple[str, ...]
+    small_kill: int
+    small_resumed: int
+    world: int = 1
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def stock(self) -> Case:
+        """The twin."""
+        return Case(
+            self.framework,
+            f"stock/{self.name}.py",
+            ("--dir", "{dir}"),
+            world=self.world,
+            num_ranks=self.world,
+            kill=self.kill,
+            loss=self.loss,
+            folder=EXAMPLES,
+        )
+
+    def command(self) -> list[str]:
+        """How the example is launched."""
+        return [sys.executable, str(EXAMPLES / f"{self.name}.py"), "--dir", "{dir}"]
+
+    def changed_lines(self) -> str:
+        """The lines that only the example has, and those that only its twin has."""
+        stock, example = (_code(EXAMPLES / folder / f"{self.name}.py") for folder in ("stock", ""))
+        counts = Counter(line[0] for line in difflib.ndiff(stock, example))
+        return f"+{counts['+']} -{counts['-']}"
+
+
+def _code(path: Path) -> list[str]:
+    """The lines of a script behind its docstring, without the empty ones."""
+    text = path.read_text(encoding="utf-8")
+    end = ast.parse(text).body[0].end_lineno
+    return [line for line in text.splitlines()[end:] if line.strip()]
+
+
+EXAMPLE_CASES = (
+    ExampleCase(
+        "Trainer, PEFT",
+        "llm_lora",
+        kill=45,
+        loss=Loss("data", 41, frozenset({"rng", "parameters", "optimizer", "loss", "loss 2"})),
+        small=("--files", "4", "--epochs", "1"),
+        small_kill=25,
+        small_resumed=20,
+    ),
+    ExampleCase(
+        "PyTorch",
+        "image_classifier",
+        kill=80,
+        loss=_other_batch("buffers", "modules/AveragedModel", step=73),
+        small=("--epochs", "1"),
+        small_kill=22,
+        small_resumed=20,
+    ),
+    ExampleCase(
+        "Lightning",
+        "gan",
+        kill=80,
+        loss=_other_batch("buffers", "optimizer/1", step=61),
+        small=("--epochs", "1"),
+        small_kill=25,
+        small_resumed=20,
+    ),
+    ExampleCase(
+        "PyTorch",
+        "dqn",
+        kill=450,
+        loss=_other_batch("modules/Sequential", step=376),
+        small=("--steps", "1000"),
+        small_kill=110,
+        small_resumed=100,
+    ),
+    ExampleCase(
+        "PyTorch, FSDP2",
+        "fsdp2_pretrain",
+        kill=45,
+        loss=Loss("rng", 41, frozenset({"parameters", "optimizer", "loss", "loss 2"})),
+        small=("--windows", "480", "--epochs", "1"),
+        small_kill=12,
+        small_resumed=10,
+        world=2,
     ),
 )
 

@@ -24,6 +24,7 @@ SCANNED = (
     "tests",
     "integration",
     "benchmarks",
+    "examples",
     "docs",
     "README.md",
     "CHANGELOG.md",
