@@ -53,7 +53,7 @@ PYTEST = (
 )
 # Past this many seconds a run ends with the failures it has seen.
 ENDS_AFTER = "--session-timeout=2400"
-INTEGRATION_TYPES = ("integration", "benchmarks", "examples")
+INTEGRATION_TYPES = ("integration", "benchmarks", "examples", "docs")
 EVERY_TEST = ("-m", "full or not full")
 RESULTS = Path("benchmarks", "results")
 VERSIONS = """

@@ -77,4 +77,4 @@ def test_without_the_optimizer_it_continues_otherwise(kit: Kit) -> None:
 
 def test_the_documentation_shows_the_class() -> None:
     source = Path(__file__).with_name("torchtitan_manager.py").read_text().partition("\n\n")[2]
-    assert f"```python\n{source}```" in Path("docs/dcp.md").read_text()
+    assert f"```python\n{source}```" in Path("docs/how-to/dcp.md").read_text()

@@ -1,4 +1,4 @@
-"""torchtitan's CheckpointManager in a run directory of resumekit; docs/dcp.md shows it."""
+"""torchtitan's CheckpointManager in a run directory of resumekit; docs/how-to/dcp.md shows it."""
 
 import os
 import re

@@ -171,7 +171,7 @@ class Reporter:
         if not self._known:
             self._log_start(report)
             if risk := restart_risk(self._world.world_size):
-                self.warn(risk)
+                self.warn("RK-863", risk)
         self._warn_of_new(report)
 
     def captured(self, *, are_complete: bool = False) -> CaptureReport:
