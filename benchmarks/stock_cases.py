@@ -306,8 +306,8 @@ EXAMPLE_CASES = (
         "llm_lora",
         kill=45,
         loss=Loss("data", 41, frozenset({"rng", "parameters", "optimizer", "loss", "loss 2"})),
-        small=("--files", "4", "--epochs", "1"),
-        small_kill=25,
+        small=("--epochs", "1"),
+        small_kill=22,
         small_resumed=20,
     ),
     ExampleCase(
