@@ -163,7 +163,7 @@ def test_a_trainer_continues_as_by_its_own_resume(kit: Kit, kind: str) -> None:
     ours = launch(kit, in_trainer, how="resumekit", source=source, kind=kind)
     assert is_same(ours, theirs)
     # Where it saves shards, the Trainer leaves its arguments out.
-    lacks = ": no gradient_accumulation_steps, taken to be 1" if kind == SHARDED else "\n"
+    lacks = ": no gradient_accumulation_steps (taken to be 1)" if kind == SHARDED else "\n"
     assert f"imported from Trainer checkpoint-{STEP}{lacks}" in log_of(ours)
 
 
