@@ -330,9 +330,10 @@ class Extras(Checked):
 def _device_name(device: torch.device) -> str:
     """The device's type, with its index unless it is the device that this process uses."""
     # Not always with the index: another rank, which uses another one, may load the value.
-    if device.type == "cpu" or device.index in (None, torch.accelerator.current_device_index()):
-        return device.type
-    return str(device)
+    used = torch.accelerator.current_accelerator()
+    is_other = used is None or device.type != used.type
+    is_current = is_other or device.index == torch.accelerator.current_device_index()
+    return device.type if is_current else str(device)
 
 
 def _device_here(name: str) -> torch.device:
