@@ -28,9 +28,8 @@ def sentences(text: str) -> list[str]:
     text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", text)
     text = re.sub(r"`[^`]*`", "code", text)
-    paragraphs = re.split(
-        r"\n\s*\n|\n\s*[-*] |\n\s*\d+\. |\n?\|", re.sub(r"^#.*$", "", text, flags=re.M)
-    )
+    text = re.sub(r"^#.*$", "", text, flags=re.MULTILINE)
+    paragraphs = re.split(r"\n\s*\n|^\s*[-*] |^\s*\d+\. |\|", text, flags=re.MULTILINE)
     found = []
     for paragraph in paragraphs:
         plain = " ".join(paragraph.replace("**", "").split())
