@@ -43,7 +43,7 @@ def _default_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def set_standard_error(monkeypatch: pytest.MonkeyPatch, stream: TextIO) -> None:
     """For our modules alone: pytest sets ``sys.stderr`` itself when the test begins."""
-    replaced = SimpleNamespace(stderr=stream)
+    replaced = SimpleNamespace(modules={}, stderr=stream)
     monkeypatch.setattr("resumekit.progress_display.sys", replaced)
     monkeypatch.setattr("resumekit.log.sys", replaced)
 
