@@ -2,8 +2,8 @@
 
     python docs/record_kill.py
 
-Each line of the picture appears when the run printed it. It has no script, only CSS animations, and
-shows all lines where animations are off. The run is the script below, in a temporary directory.
+Each line of the picture lights up when the run printed it. It has no script, only CSS animations,
+and shows all lines where animations are off. The run is the script below, in a temporary directory.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def picture(lines: list[Line]) -> str:
 <style>
 text {{ font: 15px ui-monospace, Menlo, Consolas, monospace; fill: #c9d1d9; white-space: pre;
   animation: appear .01s linear both }}
-@keyframes appear {{ from {{ opacity: 0 }} to {{ opacity: 1 }} }}
+@keyframes appear {{ from {{ opacity: .25 }} to {{ opacity: 1 }} }}
 .command {{ fill: #fff; font-weight: bold }} .ours {{ fill: #58c7d8 }}
 .killed {{ fill: #ff7b72; font-weight: bold }} .same {{ fill: #7ee787 }}
 circle {{ fill: #484f58 }}

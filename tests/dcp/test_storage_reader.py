@@ -446,7 +446,7 @@ def test_what_nobody_loads_is_logged_in_one_line(
     assert record.levelno == logging.WARNING
     assert record.getMessage() == (
         "step-00000002: not loaded: model.norm.weight, model.norm.bias, model.norm.running_mean "
-        "and 2 more"
+        "and 2 more [RK-833]"
     )
 
 

@@ -220,7 +220,7 @@ def test_a_resume_passes_over_the_damaged_checkpoint_and_says_so(
         (rejection,) = report.rejected
         assert rejection.name == NEWEST
         assert damage.path in rejection.reason, damage
-        assert rejection.reason in capsys.readouterr().err
+        assert rejection.reason.partition(" [RK-")[0] in capsys.readouterr().err
         is_foreign = "belongs to the run" in rejection.reason  # no damage: it is left in place
         put_aside = [path.name[: len(NEWEST)] for path in (copy / "quarantine").glob("*")]
         assert (copy / NEWEST).exists() == is_foreign, damage
