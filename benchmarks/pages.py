@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from datetime import date
 from pathlib import Path
 
 import markdown
@@ -39,7 +40,8 @@ PAGES = (
 WIDTHS = {"phone": (390, 1700), "desk": (1280, 1700)}
 STYLE = """
 body { max-width: 900px; margin: 1rem auto; padding: 0 1rem; font: 16px/1.5 system-ui, sans-serif }
-img { max-width: 100% } code { overflow-wrap: anywhere } table { display: block; overflow-x: auto; border-collapse: collapse }
+img { max-width: 100% } code { overflow-wrap: anywhere }
+table { display: block; overflow-x: auto; border-collapse: collapse }
 td, th { border: 1px solid #8886; padding: .3rem .6rem } pre { overflow-x: auto; padding: 1rem }
 @media (prefers-color-scheme: dark) {
   body { background: #0d1117; color: #e6edf3 } a { color: #4493f8 }
@@ -120,8 +122,10 @@ def main() -> None:
                     shot(address, page, frame, picture, (width, height), dark=is_dark)
                     with Image.open(picture) as image:
                         sheet.paste(image, (width * number, 0))
-                file = (RESULTS if options.record else Path.cwd()) / f"pages-{name}-{scheme}.webp"
-                sheet.save(file, quality=60)
+                file = (
+                    RESULTS if options.record else Path.cwd()
+                ) / f"{date.today()}-pages-{name}-{scheme}.webp"
+                sheet.save(file, quality=35)
                 print(f"{file}, {file.stat().st_size:,} bytes")
 
 

@@ -54,7 +54,8 @@ def test_a_finished_run_is_reported_with_each_stop_and_resume(stopped_twice: Pat
         "Resumes",
     ):
         assert fact in text
-    assert "model exact" in text
+    assert re.search(r"restores all \d+ components exactly: model", text)
+    assert re.search(r"All \d+ components were restored exactly", text)
     assert not run.problems
 
 
