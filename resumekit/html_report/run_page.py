@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from resumekit.html_report.charts import Chart, Line, Mark, Point, drawn
@@ -49,10 +50,11 @@ def run_page(run: RunFacts) -> str:
 
 def _what(run: RunFacts, newest: Manifest | None) -> str:
     """The script, and the days on which it ran."""
-    began = [each.began for each in run.attempts if each.began is not None]
-    days = [_utc(each)[:10] for each in (*began[:1], *[each.last_written for each in run.attempts])]
-    command = newest.fingerprint.get("command") or () if newest else ()
-    words = [" ".join(map(str, command)), " to ".join(dict.fromkeys([*days[:1], *days[-1:]]))]
+    times = [each.began for each in run.attempts[:1]] + [each.last_written for each in run.attempts]
+    days = [_utc(each)[:10] for each in times if each is not None]
+    script, *arguments = map(str, (newest and newest.fingerprint.get("command")) or [""])
+    words = [" ".join([Path(script).name, *arguments])]
+    words.append(" to ".join(dict.fromkeys([*days[:1], *days[-1:]])))
     return ", ".join(filter(None, words))
 
 
