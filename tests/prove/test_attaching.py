@@ -26,7 +26,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 def test_a_loop_of_its_own_is_refused_at_its_first_step_with_the_lines_that_it_needs() -> None:
     events: list[str] = []
     command = [sys.executable, str(SCRIPTS / "unchanged_training.py"), "{dir}"]
-    with pytest.raises(ProveError, match=r"no Trainer .* Add the three lines"):
+    with pytest.raises(ProveError, match=r"no Trainer .* Add the two lines"):
         prove(
             [*command, "--pause-seconds", "3"],  # a minute and more, if it were not ended
             with_resumekit=True,
