@@ -121,6 +121,7 @@ ROWS = (
     Row("Trainer", {"framework": "trainer", "visible": "0"}, needs="transformers"),
     Row("Lightning", {"framework": "lightning"}, needs="lightning"),
     Row("Accelerate", {"framework": "accelerate", **DROPOUT}, needs="accelerate"),
+    Row("speed of saves", check="save_speed"),
     Row("stall of frozen weights", check="frozen_stall"),
     Row("memory reserved by 40 async saves", check="reserved_memory"),
     Row("machine in the journal", needs=STREAMS, check="recorded_machine"),

@@ -47,6 +47,29 @@ def frozen_stall(directory: str, *, device: str) -> None:
     _conclude(directory, figure, passed=is_short or device == "cpu")
 
 
+def save_speed(directory: str, *, device: str) -> None:
+    """What a save of 2 GB blocks, beside one copy into pinned memory and one write with fsync.
+
+    A save that training waits for must not take twice as long as the write and half a second more,
+    and one in the background not twice as long as the copy and a tenth of a second more.
+    """
+    num_values = 1 << 28 if device != "cpu" else 1 << 20
+    model: Any = nn.Module()
+    model.weight = nn.Parameter(torch.randn(num_values, device=device))
+    inputs = torch.ones(1, device=device)
+    copy = 2 * _seconds_of_copy([model.weight], is_pinned=True)  # the momentum, too
+    write = copy + _seconds_of_write(Path(directory, "raw"), 2 * model.weight.nbytes)
+    options: Any = {"forward": model.weight.mul}
+    folder, blocked = Path(directory), {}
+    for is_async in (False, True):
+        run = str(folder / f"{is_async}")
+        blocked[is_async] = min(_train(run, model, inputs, is_async=is_async, **options)[1:])
+    stated = f"waits {blocked[False]:.3f} s, in the background {blocked[True]:.3f} s"
+    figure = f"{stated}; copy and write {write:.3f} s, copy {copy:.3f} s"
+    is_short = blocked[False] < 2 * write + 0.5 and blocked[True] < 2 * copy + 0.1
+    _conclude(directory, figure, passed=is_short or device == "cpu")
+
+
 def reserved_memory(directory: str, *, device: str) -> None:
     """The memory that torch reserves on the device, over many async saves of convolutions.
 
@@ -91,6 +114,17 @@ def _used_bytes() -> int:
     return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout) << 20
 
 
+def _seconds_of_write(file: Path, num_bytes: int) -> float:
+    block = os.urandom(1 << 24)
+    began = time.monotonic()
+    with file.open("wb") as opened:
+        for _ in range(-(-num_bytes // len(block))):
+            opened.write(block)
+        os.fsync(opened.fileno())
+    file.unlink(missing_ok=True)
+    return time.monotonic() - began
+
+
 def _seconds_of_copy(sources: list[nn.Parameter], *, is_pinned: bool) -> float:
     device = sources[0].device
     options: Any = {"device": "cpu", "pin_memory": is_pinned and device.type == "cuda"}
@@ -111,16 +145,17 @@ def _train(
     model: nn.Module,
     inputs: Tensor,
     *,
-    forward: nn.Module | None = None,
+    forward: Any = None,
+    is_async: bool = True,
     num_saves: int = 4,
     kept: int = 1,
     reserved: list[int] | None = None,
 ) -> list[float]:
-    """Trains on one batch and saves at each step; the seconds of each async save but the last."""
+    """Trains on one batch and saves at each step; the seconds that each but the last blocks."""
     os.environ.pop(TRACE_VARIABLE, None)  # a trace would read the state at each step
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=1e-3, momentum=0.9)
-    options: Any = {"save_every": 1, "async_save": True, "keep_latest": kept}
+    options: Any = {"save_every": 1, "async_save": is_async, "keep_latest": kept}
     ckpt = Checkpointer(Path(directory, "run"), model=model, optimizer=optimizer, **options)
     stalls: list[float] = []
     ended = 0.0

@@ -298,7 +298,7 @@ BUDGET: dict[str, int] = {
     "recorder": 580,  # 5: tensors made of others; 5: steps that only make moments
     "prove": 2_190,  # has the likely causes, for the terminal and the page
     "supervisor": 330,  # 40: the end of a command whose supervisor was killed
-    "testing": 1_645,
+    "testing": 1_670,
     "demo": 150,
     "demo_script": 90,
     "html_report": 1_045,  # 30: why an attempt ended, goodput
