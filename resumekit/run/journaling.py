@@ -360,7 +360,7 @@ class RunJournal:
                 remedy="The resume was not exact. Find the cause with `resumekit prove`, or pass "
                 "on_divergence='warn'",
             )
-        warn("RK-811", "%s%s. The resume was not exact: see `resumekit prove`", rank, difference)
+        warn("RK-811", "%s%s. Not exact: see `resumekit prove`", rank, difference)
 
     def _log_verdict(self) -> None:
         comparison = self._comparison

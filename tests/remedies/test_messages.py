@@ -346,9 +346,9 @@ def test_a_setting_that_has_no_effect_is_one_warning_that_says_which_value_is_us
     assert given["lr_scheduler"].gamma == 0.5
     assert messages(caplog, logging.WARNING) == [
         "learning rate: the script says 0.01, the checkpoint's 5e-05 is used; "
-        "exclude={'optimizer'} uses the script's, with a fresh optimizer",
+        "exclude={'optimizer'} uses the script's, with a fresh optimizer [RK-821]",
         "gamma: the script says 0.25, the checkpoint's 0.5 is used; "
-        "exclude={'lr_scheduler'} uses the script's, with a fresh lr_scheduler",
+        "exclude={'lr_scheduler'} uses the script's, with a fresh lr_scheduler [RK-821]",
     ]
 
 
@@ -371,7 +371,7 @@ def test_a_learning_rate_that_has_no_effect_is_named_once_whatever_was_computed_
         return messages(caplog, logging.WARNING)
 
     interrupted(tmp_path, **scheduled(0.1))
-    rest = "exclude={'optimizer'} uses the script's, with a fresh optimizer"
+    rest = "exclude={'optimizer'} uses the script's, with a fresh optimizer [RK-821]"
     rate = f"learning rate: the script says 0.2, the checkpoint's 0.1 is used; {rest}"
     decay = f"weight_decay: the script says 0.3, the checkpoint's 0.0 is used; {rest}"
     assert warnings(**scheduled(0.1)) == []
