@@ -34,7 +34,8 @@ def test_the_remedy_of_the_error_makes_a_killed_run_exact(
     assert any(refused.statuses), "a save without the option was made"
     lines = refused.outputs[0].splitlines()
     error = next(line for line in lines if "RankDisagreementError: optimizer: " in line)
-    remedy = re.search(r'or pass per_rank=\{"([^"]+)"\} \(resumekit run: --per-rank \1\)\.$', error)
+    option = r'or pass per_rank=\{"([^"]+)"\} \(resumekit run: --per-rank \1\)\.'
+    remedy = re.search(rf"{option} \[RK-601\]$", error)
     assert remedy, error
     arguments = ("--per-rank", remedy[1], "--strict")
     judge.assert_exact(under(framework, *arguments, torchrun=torchrun))
