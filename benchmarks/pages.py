@@ -84,7 +84,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 def shot(
     address: str, page: str, frame: Path, picture: Path, size: tuple[int, int], *, dark: bool
 ) -> None:
-    """A picture of a page in a frame of this size: a window of Chromium is never this narrow."""
+    """A picture of a page in a frame of this size: Chromium itself is never this narrow."""
     width, height = size
     style = f"width:{width}px;height:{height}px;border:0"
     inner = f'<iframe src="{address}/{page}/" style="{style}"></iframe>'
