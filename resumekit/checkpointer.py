@@ -343,4 +343,4 @@ class Checkpointer:
         try:
             self.close()
         except ResumekitError as error:  # nobody can catch it, and a traceback shows no user code
-            logger.error("not saved at exit: %s Call close() right after the loop", error)
+            logger.error("not saved at exit: call close() right after the loop. %s", error)

@@ -13,7 +13,6 @@ import signal
 import subprocess
 from collections.abc import Mapping
 from functools import partial
-from logging import INFO, WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,7 @@ from resumekit.adapters.lightning.loader import LoaderInStep, refuse
 from resumekit.adapters.lightning.loop_state import LoopState
 from resumekit.attach import asked_step, refuse_checkpoint, step_names
 from resumekit.errors import ConfigurationError, Preempted
-from resumekit.log import logger
+from resumekit.log import logger, warn
 from resumekit.requirements import check_tested
 from resumekit.run.loops import FrameworkLoop
 from resumekit.run.options import Options, checked_extras, checked_names, run_directory
@@ -282,7 +281,10 @@ def requeue(trainer: Any, signal_number: int) -> None:
             status = subprocess.run(["scontrol", "requeue", name], check=False).returncode
         except OSError:  # as a shell reports a missing program
             status = 127
-        logger.log(WARNING if status else INFO, "scontrol requeue %s: status %d", name, status)
+        if status:
+            warn("RK-864", "scontrol requeue %s: status %d", name, status)
+        else:
+            logger.info("scontrol requeue %s", name)
 
 
 def check(trainer: Any, module: Any) -> None:

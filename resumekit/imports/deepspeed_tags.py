@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor
 
 from resumekit.imports.reading import StandIn, read_torch_file, refuse
@@ -159,7 +160,8 @@ def _unrounded(
 
 
 def _bits(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.shape, hash(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    content = tensor.reshape(-1).view(torch.uint8).numpy()
+    return tensor.dtype, tensor.shape, xxhash.xxh3_128_digest(content.data)
 
 
 def _window(config: Mapping[str, Any], ranks: int) -> int:

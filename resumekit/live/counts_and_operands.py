@@ -96,7 +96,7 @@ def move_progress_bars(asked: Sequence[Any]) -> None:
     Args:
         asked: see `find_asked`; the first has the attribute `num_used`.
 
-    Source: tqdm 4.68 std.py tqdm.__iter__, which keeps its count in variables.
+    Source: tqdm 4.70 std.py tqdm.__iter__, which keeps its count in variables.
     """
     for frame in asked:
         if isinstance(frame, FrameType) and frame.f_code.co_filename.endswith("tqdm/std.py"):

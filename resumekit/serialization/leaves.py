@@ -437,7 +437,9 @@ def digest_on_devices(tensors: Iterable[torch.Tensor]) -> tuple[int, ...] | None
                     digests[device] = torch.zeros((), dtype=torch.int64, device=device)
                     positions[device] = torch.arange(1, _BLOCK_BYTES // 8 + 1, device=device)
                     positions[device] *= _STEP
-                words += positions[device][: words.numel()]  # of two equal words the order counts
+                # Never in place here: no backend has to copy what it does not pad. Of two equal
+                # words the order counts.
+                words = words + positions[device][: words.numel()]
                 words ^= (words >> 32).bitwise_and_(_WORD_MASK)
                 words *= _MIX
                 words ^= (words >> 32).bitwise_and_(_WORD_MASK)

@@ -70,7 +70,7 @@ def test_every_warning_goes_through_one_function() -> None:
     others = {
         file.relative_to(ROOT).as_posix()
         for file in SOURCES
-        if "logger.warning(" in file.read_text(encoding="utf-8")
+        if re.search(r"logger\.(warning|log)\(", file.read_text(encoding="utf-8"))
     }
     assert others == {"resumekit/log.py"}
 
