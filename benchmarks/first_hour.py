@@ -10,7 +10,6 @@ clock starts. Reading and typing are not counted.
 from __future__ import annotations
 
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -18,58 +17,29 @@ import tempfile
 import time
 from pathlib import Path
 
-import psutil
 from measuring import Findings, parser_for
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("pytorch", "transformers", "accelerate", "lightning", "deepspeed")
+sys.path.append(str(ROOT / "integration" / "shared"))
+
+from documents import START_PAGES, StartPage  # noqa: E402 - after the path
+from start_pages import kill, start  # noqa: E402 - after the path
 
 
-def blocks(page: str, language: str) -> list[str]:
-    """The blocks of a Start page in one language."""
-    text = (ROOT / "docs" / "start" / f"{page}.md").read_text(encoding="utf-8")
-    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+def environment(venv: Path) -> dict[str, str]:
+    """Of a shell in which an environment is activated."""
+    path = f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    return {"HOME": os.environ["HOME"], "PATH": path, "VIRTUAL_ENV": str(venv)}
 
 
 def run(line: str, folder: Path, venv: Path) -> str:
     """Runs a line of a page as a shell in the activated environment does."""
-    path = f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        line,
-        shell=True,
-        cwd=folder,
-        env={"HOME": os.environ["HOME"], "PATH": path, "VIRTUAL_ENV": str(venv)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    return done.stdout
+    return start(["bash", "-c", line], folder, environment(venv)).communicate()[0]
 
 
-def kill_later(command: str, folder: Path, venv: Path) -> str:
-    """Starts a command, and kills all its processes when it has a checkpoint of step 300."""
-    path = f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    process = subprocess.Popen(
-        command.split(),
-        cwd=folder,
-        executable=str(venv / "bin" / command.split()[0]),
-        env={"HOME": os.environ["HOME"], "PATH": path, "VIRTUAL_ENV": str(venv)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    while process.poll() is None and not (folder / "runs/a/step-00000300").exists():
-        time.sleep(0.05)
-    time.sleep(0.2)
-    leader = psutil.Process(process.pid)
-    for each in [*leader.children(recursive=True), leader]:
-        each.kill()
-    return process.communicate()[0]
-
-
-def seconds_of(page: str) -> tuple[float, float]:
+def seconds_of(name: str) -> tuple[float, float]:
     """Seconds of the installation, and of the run that is killed and resumed."""
+    page = StartPage(name)
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
         venv, clone, mine = work / "venv", work / "resumekit", work / "mine"
@@ -78,24 +48,22 @@ def seconds_of(page: str) -> tuple[float, float]:
         mine.mkdir()
         begun = time.monotonic()
         run(f"git clone -q {ROOT} {clone}", work, venv)
-        (install,) = (each for each in blocks(page, "bash") if "pip install" in each)
+        (install,) = (each for each in page.blocks("bash") if "pip install" in each)
         run(install.strip(), clone, venv)
         installed = time.monotonic()
-        (script,) = (each for each in blocks(page, "python") if "seed" in each)
-        (mine / "train.py").write_text(script, encoding="utf-8")
-        (starts,) = (each for each in blocks(page, "bash") if re.search(r"\bKILL\b|pkill", each))
-        command = starts.strip().splitlines()[-1]
-        printed = kill_later(command, mine, venv) + run(command, mine, venv)
+        (mine / "train.py").write_text(page.script, encoding="utf-8")
+        started = start(["bash", "-c", f"exec {page.restart}"], mine, environment(venv))
+        printed = kill(started, mine) + run(page.restart, mine, venv)
         ended = time.monotonic()
         if "repeated steps: identical" not in printed:
-            raise SystemExit(f"{page}: {printed[-3000:]}")
+            raise SystemExit(f"{name}: {printed[-3000:]}")
         return installed - begun, ended - installed
 
 
 def main() -> None:
     """Measures and prints."""
     parser = parser_for(__doc__)
-    parser.add_argument("pages", nargs="*", default=PAGES)
+    parser.add_argument("pages", nargs="*", default=START_PAGES)
     options = parser.parse_args()
     rows, sums = [], []
     for page in options.pages:

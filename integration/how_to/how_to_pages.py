@@ -7,7 +7,6 @@ command. What the steps did is read from the files of ``recorder/sitecustomize.p
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import time
@@ -19,36 +18,28 @@ from typing import Any
 
 import psutil
 import torch
+from documents import ROOT, Document
 
 from resumekit.record.trace import INJECT_VARIABLE
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = ROOT / "docs" / "how-to"
 RECORDER = Path(__file__).with_name("recorder")
 TIMEOUT_SECONDS = 240.0
 
 
-@dataclass(frozen=True)
-class Page:
+class Page(Document):
     """A page of ``docs/how-to``.
 
     Args:
         name: without ``.md``.
     """
 
-    name: str
-
-    def blocks(self, language: str) -> list[str]:
-        """Its blocks of code in one language."""
-        text = (PAGES / f"{self.name}.md").read_text(encoding="utf-8")
-        return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+    def __init__(self, name: str) -> None:
+        super().__init__(ROOT / "docs" / "how-to" / f"{name}.md")
 
     def write_files(self, directory: Path) -> None:
         """Writes its programs into a directory."""
-        for language in ("python", "bash"):
-            for block in self.blocks(language):
-                if named := re.match(r"(?:#!.*\n)?# ([\w-]+\.(?:py|sbatch))\n", block):
-                    (directory / named[1]).write_text(block, encoding="utf-8")
+        for name, program in self.programs().items():
+            (directory / name).write_text(program, encoding="utf-8")
 
     def lines(self, language: str) -> list[str]:
         """The lines of its blocks in one language; bash are commands, text is what they print."""
@@ -65,7 +56,7 @@ class Page:
 
     def rows(self, first: str) -> list[list[str]]:
         """The cells of the table whose first column has this title, without backquotes."""
-        table = (PAGES / f"{self.name}.md").read_text(encoding="utf-8").partition(f"| {first} |")[2]
+        table = self.text.partition(f"| {first} |")[2]
         rows = table.partition("\n\n")[0].splitlines()[2:]
         return [[cell.strip(" `") for cell in row.strip("|").split("|")] for row in rows]
 

@@ -8,63 +8,28 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
+from documents import ROOT, START_PAGES, StartPage
 from safetensors.torch import load_file
+from start_pages import kill, start
 
-ROOT = Path(__file__).parents[2]
-PAGES = ROOT / "docs" / "start"
 PORT = ("--master_port", "29517")  # the default one may be in use
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def blocks(page: str, language: str) -> list[str]:
-    text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
-    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
-
-
-def command_of(page: str) -> list[str]:
-    """The last command of the page's block that kills it: the one to start it again."""
-    (block,) = (each for each in blocks(page, "bash") if re.search(r"\bKILL\b|pkill", each))
-    words = block.strip().splitlines()[-1].split()
+def command_of(page: StartPage) -> list[str]:
+    """That starts the script again, in this environment."""
+    words = page.restart.split()
     module = {"python": [], "deepspeed": ["-m", "deepspeed.launcher.runner"]}[words[0]]
     return [sys.executable, *module, *(PORT if module else ()), *words[1:]]
 
 
-def start(command: list[str], folder: Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def kill(process: subprocess.Popen[str], folder: Path) -> str:
-    """Kills all its processes between steps 300 and 400, of which 300 is saved; what it printed."""
-    seconds = []
-    for step in (200, 300):
-        while not (folder / "runs" / "a" / f"step-{step:08}").exists():
-            assert process.poll() is None, process.communicate()[0]
-            time.sleep(0.005)
-        seconds.append(time.monotonic())
-    time.sleep((seconds[1] - seconds[0]) / 4)
-    leader = psutil.Process(process.pid)
-    for each in [*leader.children(recursive=True), leader]:
-        each.kill()
-    return process.communicate()[0]
-
-
 def finish(command: list[str], folder: Path) -> str:
-    process = start(command, folder)
+    process = start(command, folder, ENVIRONMENT)
     printed = process.communicate()[0]
     assert process.returncode == 0, printed
     return printed
@@ -87,13 +52,12 @@ def without_numbers(line: str) -> str:
 
 
 @pytest.mark.quick("pytorch")
-@pytest.mark.parametrize(
-    "page", ["pytorch", "transformers", "accelerate", "lightning", "deepspeed"]
-)
+@pytest.mark.parametrize("name", START_PAGES)
 def test_the_script_of_a_page_is_killed_and_continues_as_the_page_says(
-    page: str, tmp_path: Path
+    name: str, tmp_path: Path
 ) -> None:
-    (script,) = (each for each in blocks(page, "python") if "runs/a" in each and "seed" in each)
+    page = StartPage(name)
+    script = page.script
     folders = [tmp_path / name for name in ("killed", "whole", "control")]
     for folder in folders:
         folder.mkdir()
@@ -101,11 +65,11 @@ def test_the_script_of_a_page_is_killed_and_continues_as_the_page_says(
     killed, whole, control = folders
     command = command_of(page)
 
-    printed = kill(start(command, killed), killed)
+    printed = kill(start(command, killed, ENVIRONMENT), killed)
     printed += finish(command, killed)
     finish(command, whole)
     found = [without_numbers(line) for line in re.split("[\r\n]", printed)]
-    (promised,) = blocks(page, "text")
+    (promised,) = page.blocks("text")
     for line in map(without_numbers, promised.splitlines()):
         assert any(line in each for each in found), (line, printed)
 
@@ -120,12 +84,11 @@ def test_the_script_of_a_page_is_killed_and_continues_as_the_page_says(
     assert not all(map(torch.equal, expected.values(), weights(control).values()))
 
 
-@pytest.mark.parametrize(
-    "page", ["pytorch", "transformers", "accelerate", "lightning", "deepspeed"]
-)
-def test_the_changed_lines_of_a_page_are_those_of_its_script(page: str) -> None:
-    (script,) = (each for each in blocks(page, "python") if "runs/a" in each and "seed" in each)
-    (change,) = blocks(page, "diff")
+@pytest.mark.parametrize("name", START_PAGES)
+def test_the_changed_lines_of_a_page_are_those_of_its_script(name: str) -> None:
+    page = StartPage(name)
+    script = page.script
+    (change,) = page.blocks("diff")
     squeezed = re.sub(r",?\s*save_every=\d+|[\s,]", "", script)
     for line in change.splitlines():
         words = re.sub(r"[\s,]", "", line[1:])

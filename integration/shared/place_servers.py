@@ -38,6 +38,15 @@ class Server:
             return f"s3://bucket/run-{trial}"
         return f"sftp://user:{SECRET}@127.0.0.1:{self.port}/bucket/run-{trial}"
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """Of the environment, under which a client of S3 finds it."""
+        return {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
+            "AWS_ACCESS_KEY_ID": "user",
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+        }
+
     def start(self) -> None:
         if self.kind == "directory":
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,8 +72,3 @@ def test_without_the_optimizer_it_continues_otherwise(kit: Kit) -> None:
     found = notes_of(continued(kit, killed, exclude="optimizer"))
     assert is_same(found, notes_of(whole), "samples rates")
     assert not is_same(found, notes_of(whole), "losses")
-
-
-def test_the_documentation_shows_the_class() -> None:
-    source = Path(__file__).with_name("torchtitan_manager.py").read_text().partition("\n\n")[2]
-    assert f"```python\n{source}```" in Path("docs/how-to/dcp.md").read_text()

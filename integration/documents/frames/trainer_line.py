@@ -1,0 +1,34 @@
+import torch
+from parts import record, stop_first_launch
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from resumekit.adapters.transformers import ResumeCallback
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.layers(x) - x).square().mean()}
+
+
+class Recorder(TrainerCallback):
+    def on_log(self, args, state, control, logs, **objects) -> None:
+        if "loss" in logs:
+            record(logs["loss"])
+            stop_first_launch()
+
+
+torch.manual_seed(0)
+settings = {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True}
+trainer = Trainer(
+    Net(),
+    TrainingArguments("output", num_train_epochs=3, **settings),
+    train_dataset=[{"x": torch.randn(8)} for _ in range(64)],
+    callbacks=[Recorder()],
+)
+...  # fragment 2.1
+trainer.train()
