@@ -14,18 +14,22 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.trainer_callback import ExportableState
 from transformers_workloads import BATCH_SIZE, BLOCK_SIZE, Blocks
 
 SAVED_AT, LAST = 8, 12
 NATIVE = f"output/checkpoint-{SAVED_AT}"
 
 
-class Stopping(TrainerCallback):
-    """Notes losses and states, and stops."""
+class Stopping(TrainerCallback, ExportableState):
+    """Notes losses and states, and stops after a save, which looks up each exported state."""
 
     def __init__(self, at: int) -> None:
         self.at = at
         self.notes: dict[str, Any] = {"losses": []}
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"at": self.at}, "attributes": {}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         self.notes["loaded"] = copy.deepcopy(states(objects))
@@ -38,7 +42,7 @@ class Stopping(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         if state.global_step == self.at:
             self.notes["trained"] = copy.deepcopy(states(objects))
-            control.should_training_stop = True
+            control.should_training_stop = control.should_save = True
 
 
 def states(objects: Any) -> dict[str, Any]:

@@ -126,7 +126,11 @@ def _trainer_state(run: StoredRun) -> dict[str, Any]:
         logged = [line["step"] for line in stored.get("log_history", ()) if "loss" in line]
         if len(logged) > 1:
             intervals["logging_steps"] = logged[-1] - logged[-2]
-    return {**{n: each for n, each in stored.items() if n != "intervals"}, **intervals}
+    # transformers 5.23 trainer.py _save_checkpoint looks up each callback that exports its state.
+    keys = (key.partition("/")[2].rpartition("-")[0] for key in run.keys_of(Slot.CALLBACKS))
+    exporting: dict[str, Any] = {"TrainerControl": {}, **{name: [] for name in keys if name}}
+    state = {n: each for n, each in stored.items() if n != "intervals"}
+    return {**state, **intervals, "stateful_callbacks": exporting}
 
 
 def _lightning(path: Path, run: StoredRun, _: ExportOptions) -> None:

@@ -28,6 +28,7 @@ class StepRecorder:
         self._folder = folder
         self._loss: Any = None
         self._before: Any = None
+        self._num_steps = 0
 
     def note_weights(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Hook of every optimizer step, before it: keeps the weights that it begins with."""
@@ -47,7 +48,6 @@ class StepRecorder:
         rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
         launch = self._folder / f"rank-{rank}" / str(os.getpid())
         launch.mkdir(parents=True, exist_ok=True)
-        step = sum(1 for _ in launch.glob("*.pt"))
         content = {
             "time": time.time(),
             "loss": self._loss,
@@ -55,8 +55,9 @@ class StepRecorder:
             "weights": _weights_of(optimizer),
         }
         torch.save(content, launch / "part")
-        os.rename(launch / "part", launch / f"{step:06}.pt")
-        if step + 1 == int(os.environ.get(WAIT_AT, "0")):
+        os.rename(launch / "part", launch / f"{self._num_steps:06}.pt")
+        self._num_steps += 1
+        if self._num_steps == int(os.environ.get(WAIT_AT, "0")):
             self._wait(rank)
 
     def _wait(self, rank: str) -> None:
