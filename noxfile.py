@@ -297,9 +297,19 @@ def release(session: nox.Session) -> None:
                 with session.chdir(work):  # not the checkout's own package
                     command = str(place / "bin" / "resumekit")
                     session.run(command, "demo", "--quick", env={"PYTHONPATH": None}, external=True)
+                    _check_link(session, command, f"{address.rstrip('/')}/blob/v{version}/docs/")
     missing = ", ".join(f"3.{name}" for name, python in pythons.items() if not python)
     session.log(f"not tried, not on this machine: Python {missing or 'none'}")
     session.log(f"ready: date {version} in CHANGELOG.md, tag v{version}, twine upload {dist}/*")
+
+
+def _check_link(session: nox.Session, command: str, pages: str) -> None:
+    """An error of the installed command ends with the link to its section."""
+    alone: dict[str, Any] = {"env": {"PYTHONPATH": None}, "external": True, "success_codes": [2]}
+    printed = session.run(command, "verify", "missing", silent=True, **alone) or ""
+    link = rf" \[RK-(\d+)\] {re.escape(pages)}how-to/troubleshooting\.md#rk-\1\n$"
+    if not re.search(link, printed):
+        session.error(f"no link to a section of {pages}: {printed}")
 
 
 def _python_of(minor: int) -> str | None:

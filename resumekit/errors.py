@@ -49,12 +49,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
-from functools import partial
+from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, metadata
 from typing import Any, ClassVar
 
 from resumekit.printable import printable
 
-_CODE = re.compile(r" \[RK-\d+\]")
+_CODE = re.compile(r" \[RK-\d+\](?: https?://\S+#rk-\d+)?")
 
 
 class ResumekitError(Exception):
@@ -67,7 +68,8 @@ class ResumekitError(Exception):
         remedy: one command or argument that helps.
 
     Attributes:
-        code: ends the message; ``resumekit explain RK-101`` prints what to do about it.
+        code: ends the message; ``resumekit explain RK-101`` prints what to do about it. The link to
+            that section follows where the installed package knows the address of its pages.
     """
 
     code: ClassVar[str]
@@ -94,7 +96,9 @@ class ResumekitError(Exception):
         sentence += "."
         if self.remedy is not None:
             sentence += f" {self.remedy.rstrip('.')}{'' if self.remedy.endswith('?') else '.'}"
-        return with_code(printable(sentence), self.code)
+        link = page(f"how-to/troubleshooting.md#{self.code.lower()}")
+        text = with_code(printable(sentence), self.code)
+        return f"{text} {link}" if "://" in link else text
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors are sent between ranks; pickle cannot pass keyword-only arguments by default.
@@ -102,6 +106,26 @@ class ResumekitError(Exception):
             type(self), self.where, found=self.found, expected=self.expected, remedy=self.remedy
         )
         return make, ()
+
+
+def page(path: str) -> str:
+    """The address of a page of the documentation; its path where no address is known.
+
+    Args:
+        path: below ``docs/``, with an anchor where a section is meant.
+    """
+    return f"{_address_of_pages() or 'docs/'}{path}"
+
+
+@cache
+def _address_of_pages() -> str:
+    try:
+        urls = metadata("resumekit").get_all("Project-URL") or []
+    except PackageNotFoundError:  # a checkout that is not installed
+        return ""
+    # noxfile.py _address_links writes it when it makes a release.
+    known: dict[str, str] = dict(url.split(", ", 1) for url in urls)
+    return known.get("Documentation", "").removesuffix("index.md")
 
 
 def with_code(text: str, code: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
@@ -12,17 +11,6 @@ import reliability
 ROOT = Path(__file__).resolve().parents[2]
 FAULT = "SIGKILL at a call of a save"
 COUNTED = f'<properties><property name="{FAULT}, sync" value="{{}}"/></properties>'
-
-
-@pytest.fixture(scope="module")
-def noxfile() -> ModuleType:
-    pytest.importorskip("nox")
-    spec = importlib.util.spec_from_file_location("noxfile", ROOT / "noxfile.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _record(name: str, day: str, *cases: str) -> str:
