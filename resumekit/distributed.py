@@ -310,6 +310,31 @@ class World:
             return _Outcome(error=as_error(self.rank, error))
 
 
+def require_all_ranks(what: str, num_processes: int, *, remedy: str) -> None:
+    """Raises ConfigurationError unless a framework trains with all ranks of the job.
+
+    A framework that does not see the other ranks trains on all data in each of them, without an
+    all-reduce of gradients, and all of them save into one run directory.
+
+    Args:
+        what: the framework's object, for the error.
+        num_processes: with which it trains.
+        remedy: how it sees the other ranks.
+
+    Raises:
+        ConfigurationError: the job has more ranks.
+    """
+    is_group = dist.is_available() and dist.is_initialized()
+    ranks = dist.get_world_size() if is_group else int(os.environ.get("WORLD_SIZE", "1"))
+    if num_processes < ranks:
+        raise ConfigurationError(
+            what,
+            found=f"it trains with {num_processes} of {ranks} ranks, so each would use all data",
+            expected="one training on all ranks",
+            remedy=remedy,
+        )
+
+
 def restart_risk(world_size: int) -> str | None:
     """Why torchrun may fail to restart this job, and what to set; None where nothing is known.
 

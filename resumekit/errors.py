@@ -56,6 +56,7 @@ from typing import Any, ClassVar
 from resumekit.printable import printable
 
 _CODE = re.compile(r" \[RK-\d+\](?: https?://\S+#rk-\d+)?")
+_PAGE = re.compile(r"(?<![\w/.])docs/(?=[\w/-]+\.md)")
 
 
 class ResumekitError(Exception):
@@ -96,9 +97,10 @@ class ResumekitError(Exception):
         sentence += "."
         if self.remedy is not None:
             sentence += f" {self.remedy.rstrip('.')}{'' if self.remedy.endswith('?') else '.'}"
-        link = page(f"how-to/troubleshooting.md#{self.code.lower()}")
-        text = with_code(printable(sentence), self.code)
-        return f"{text} {link}" if "://" in link else text
+        text, pages = with_code(printable(sentence), self.code), _address_of_pages()
+        if not pages:
+            return text
+        return f"{_PAGE.sub(pages, text)} {pages}how-to/troubleshooting.md#{self.code.lower()}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors are sent between ranks; pickle cannot pass keyword-only arguments by default.
@@ -108,17 +110,9 @@ class ResumekitError(Exception):
         return make, ()
 
 
-def page(path: str) -> str:
-    """The address of a page of the documentation; its path where no address is known.
-
-    Args:
-        path: below ``docs/``, with an anchor where a section is meant.
-    """
-    return f"{_address_of_pages() or 'docs/'}{path}"
-
-
 @cache
 def _address_of_pages() -> str:
+    """The address of the directory ``docs/`` of this release; empty where none is known."""
     try:
         urls = metadata("resumekit").get_all("Project-URL") or []
     except PackageNotFoundError:  # a checkout that is not installed

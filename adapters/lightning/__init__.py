@@ -29,6 +29,7 @@ from resumekit.adapters.lightning.fit_components import fit_components, prepare,
 from resumekit.adapters.lightning.loader import LoaderInStep, refuse
 from resumekit.adapters.lightning.loop_state import LoopState
 from resumekit.attach import asked_step, refuse_checkpoint, step_names
+from resumekit.distributed import require_all_ranks
 from resumekit.errors import ConfigurationError, Preempted
 from resumekit.log import logger, warn
 from resumekit.requirements import check_tested
@@ -302,6 +303,9 @@ def check(trainer: Any, module: Any) -> None:
             expected=f"one of {Trainer.__module__.partition('.')[0]}, which was imported first",
             remedy=f"Import {package} alone, before resumekit.adapters.lightning",
         )
+    require_all_ranks(
+        "Trainer", trainer.world_size, remedy="Set devices= and num_nodes= to those of the launcher"
+    )
     strategy = trainer.strategy
     name = type(strategy).__name__
     why = "it needs a GPU and is untested here; use ModelParallelStrategy, which is FSDP2"

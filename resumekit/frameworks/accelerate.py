@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from resumekit.capture.slots import state_components
+from resumekit.distributed import require_all_ranks
 from resumekit.errors import ConfigurationError
 from resumekit.requirements import PrivateName
 from resumekit.state import StateComponent
@@ -77,6 +78,12 @@ def require_supported(accelerator: Any) -> None:
     Raises:
         ConfigurationError: it cannot; names the way.
     """
+    # accelerate 1.15 state.py PartialState._prepare_backend: without cpu=True no CPU is a rank.
+    require_all_ranks(
+        "accelerator",
+        accelerator.num_processes,
+        remedy="Without GPUs pass Accelerator cpu=True, or TrainingArguments use_cpu=True",
+    )
     kind = str(accelerator.distributed_type.value)
     if kind not in _SUPPORTED:
         _refuse(f"distributed type {kind}")

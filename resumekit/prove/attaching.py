@@ -11,7 +11,7 @@ from resumekit.attach import (
     run_directories,
 )
 from resumekit.cadence import parse_cadence
-from resumekit.errors import ProveError, page
+from resumekit.errors import ProveError
 from resumekit.record.moments import (
     CHECKPOINT,
     END,
@@ -146,8 +146,8 @@ def _nothing_attached(
         command,
         found=_NO_TRAINER,
         expected="a script of the Trainer or of Lightning",
-        remedy=f"Add the two lines of {page('start/pytorch.md')} to the loop, and leave "
-        "--with-resumekit out",
+        remedy="Add the two lines of docs/start/pytorch.md to the loop, and leave --with-resumekit "
+        "out",
     )
 
 

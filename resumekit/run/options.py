@@ -16,7 +16,7 @@ from resumekit.cadence import parse_cadence, seconds_of
 from resumekit.capture.ddp_buckets import GRADIENT_BUCKETS
 from resumekit.capture.slots import OPTIMIZER_PARAMETERS
 from resumekit.distributed import AGREEMENT_TIMEOUT_SECONDS
-from resumekit.errors import ConfigurationError, did_you_mean, page
+from resumekit.errors import ConfigurationError, did_you_mean
 from resumekit.places.place import GivenPlace, Place, checked_places
 from resumekit.state import Slot, StateComponent
 from resumekit.storage.directories import StepName
@@ -281,8 +281,7 @@ def _unknown(name: str) -> ConfigurationError:
     known = [*(item.name for item in fields(Options)), *_ARGUMENTS]
     if name in _ARGUMENTS:
         return ConfigurationError(name, found="not an argument under this adapter")
-    pages = page("reference/options.md")
-    listed = f"{pages} and help(resumekit.run.Options) list the options"
+    listed = "docs/reference/options.md and help(resumekit.run.Options) list the options"
     return ConfigurationError(
         name, found="not an option", remedy=did_you_mean(name, known) or listed
     )
