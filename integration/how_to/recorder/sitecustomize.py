@@ -1,7 +1,8 @@
 """Records what each optimizer step of a program trains, by hooks of torch; Python imports this.
 
 A program of a how-to page has no line for it. Each process writes a folder of its own: a file for
-each optimizer step with the loss and the weights. The library is not asked for anything.
+each optimizer step with the loss, what it was computed from, and the weights. The library is not
+asked for anything.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class StepRecorder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._began = time.time_ns()  # in containers each launch is process 1
         self._loss: Any = None
+        self._inputs: list[Any] = []
         self._before: Any = None
         self._num_steps = 0
 
@@ -35,22 +38,26 @@ class StepRecorder:
         self._before = _weights_of(optimizer)
 
     def note_loss(self, module: Any, inputs: Any, output: Any) -> None:
-        """Hook of every forward pass: keeps the output of a loss module."""
+        """Hook of every forward pass: keeps the output and the inputs of a loss module."""
+        import torch
         from torch.nn.modules.loss import _Loss
 
         if isinstance(module, _Loss):
             self._loss = output.detach().clone()
+            tensors = (each for each in inputs if isinstance(each, torch.Tensor))
+            self._inputs = [each.detach().clone() for each in tensors]
 
     def record(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Hook of every optimizer step."""
         import torch
 
         rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
-        launch = self._folder / f"rank-{rank}" / str(os.getpid())
+        launch = self._folder / f"rank-{rank}" / f"{os.getpid()}-{self._began}"
         launch.mkdir(parents=True, exist_ok=True)
         content = {
             "time": time.time(),
             "loss": self._loss,
+            "inputs": self._inputs,
             "before": self._before,
             "weights": _weights_of(optimizer),
         }
