@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from signal import Signals
+from threading import current_thread, main_thread
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -304,8 +305,9 @@ class Loop:
     def _take_signals(self) -> None:
         left = self.saves.signals.install() if self.finished is None else []
         if left:
-            handled = f"{', '.join(left)}: handled by other code"
-            self.run.reporter.log(f"{handled}, so this run does not save on it")
+            is_main = current_thread() is main_thread()
+            why = "handled by other code" if is_main else "the loop is outside of the main thread"
+            self.run.reporter.log(f"{', '.join(left)}: {why}, so this run does not save on it")
 
     def lead(self, feed: Feed) -> None:
         """This is what the loop with the horizon draws from."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import active_children
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,6 +128,16 @@ def test_code_that_handles_a_signal_keeps_it_and_the_run_says_so(
     assert Training(tmp_path).run(at=3) == 10
     assert heard == [TERM]
     assert "SIGTERM: handled by other code" in capsys.readouterr().err
+
+
+def test_a_loop_in_another_thread_takes_no_signal_and_logs_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(TERM)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(Training(tmp_path).run).result() == 10
+    assert signal.getsignal(TERM) == before
+    assert "SIGINT: the loop is outside of the main thread" in capsys.readouterr().err
 
 
 def test_no_signal_is_taken_that_was_not_asked_for(tmp_path: Path) -> None:
