@@ -118,7 +118,7 @@ class Jobs:
 
     def killed(self, program: str, kill: str, **variables: str) -> Workplace:
         """A job that is killed once, and started again unless Ray does that."""
-        place = self.new(f"{program} {kill} {' '.join(variables)}")
+        place = self.new(f"{program} {kill} {' '.join(variables.values())}")
         started, workers = self.waiting(place, program)
         try:
             KILLS[kill](started, workers)
