@@ -1,6 +1,6 @@
 """Runs the programs and commands of a how-to page as they stand there, killed and uninterrupted.
 
-A block of Python that begins with ``# name.py`` is that file; each line of a block of bash is a
+A block of code that begins with e.g. ``# name.py`` is that file; each line of a block of bash is a
 command. What the steps did is read from the files of ``recorder/sitecustomize.py``.
 """
 
@@ -137,6 +137,17 @@ class Workplace:
         wait_until(are_there)
         return waiting()
 
+    def kill_at(self, step: int, command: str, *, num_ranks: int = 1) -> None:
+        """Starts a command and SIGKILLs it after an optimizer step of this launch, from 1."""
+        started = self.start(command, HOW_TO_WAIT_AT=str(step))
+        try:
+            ranks = self.wait_for_ranks(num_ranks, started)
+        finally:
+            started.kill_tree()
+        assert len(ranks) == num_ranks
+        for file in self.records.glob("waits-*"):
+            file.unlink()
+
     def release(self) -> None:
         """Lets the ranks that wait continue."""
         (self.records / "go").touch()
@@ -198,14 +209,15 @@ def wait_until(condition: Callable[[], object], seconds: float = TIMEOUT_SECONDS
 
 
 def are_equal(one: Step, other: Step) -> bool:
-    """Whether two steps had the same loss of the same inputs, and left the same weights."""
-    is_same_loss = torch.equal(one["loss"], other["loss"])
-    return is_same_loss and all(same(one[key], other[key]) for key in ("inputs", "weights"))
+    """Whether two steps had the same inputs, loss, gradients and weights, bit for bit."""
+    losses = [[each["loss"]] if each["loss"] is not None else [] for each in (one, other)]
+    lists = ("used", "gradients", "weights")
+    return same(*losses) and all(same(one[name], other[name]) for name in lists)
 
 
 def same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
     """Whether all tensors are equal, bit for bit."""
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 def difference(whole: Workplace, killed: Workplace, *, num_ranks: int = 1) -> str:

@@ -195,9 +195,9 @@ def assert_continued_by_one_worker(place: Workplace) -> None:
     assert len(last) == 3 * 256 // 16 - 10
     assert same(last[0]["before"], first[9]["weights"])
     for one, both in zip(last, zip(first[10:], other[10:], strict=True), strict=False):
-        parts = [part["inputs"][1] for part in both]
+        parts = [part["used"][0] for part in both]
         rows = sorted(row.tolist() for part in parts for row in part)
-        assert sorted(row.tolist() for row in one["inputs"][1]) == rows
+        assert sorted(row.tolist() for row in one["used"][0]) == rows
 
 
 def test_another_number_of_workers_is_refused_unless_it_is_allowed(jobs: Jobs) -> None:

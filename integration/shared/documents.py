@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 START_PAGES = ("pytorch", "transformers", "accelerate", "lightning", "deepspeed")
 
-_PROGRAM = re.compile(r"(?:#!.*\n)?# ([\w-]+\.(?:py|sbatch))\n")
+_PROGRAM = re.compile(r"(?:#!.*\n)?# ([\w-]+\.(?:py|sbatch|yaml))\n")
 _SAVED = re.compile(r"as `([\w-]+\.py)`:\n\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -36,7 +36,7 @@ class Document:
 
     def programs(self) -> dict[str, str]:
         """Its blocks that are whole files, by the name in their first line or before them."""
-        blocks = [*self.blocks("python"), *self.blocks("bash")]
+        blocks = [block for each in ("python", "bash", "yaml") for block in self.blocks(each)]
         named = {found[1]: block for block in blocks if (found := _PROGRAM.match(block))}
         return named | dict(_SAVED.findall(self.text))
 

@@ -9,6 +9,8 @@ import io
 import json
 import operator
 import random
+import socket
+import subprocess
 import sys
 import threading
 import weakref
@@ -439,6 +441,21 @@ def test_what_nothing_can_read_is_reported_by_path(tmp_path: Path, value: str) -
         (line,) = user_state(one=Holder(source=made[value])).findings()
     assert (line.key, line.fidelity) == ("one.source", Fidelity.UNKNOWN)
     assert line.reason.endswith('transient={"one.source"}')
+
+
+def test_what_another_process_sends_is_reported_and_one_that_sends_nothing_is_not() -> None:
+    """What it sends next depends on its own state, as that of a simulator."""
+    one, other = socket.socketpair()
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as simulator:
+        sources = {"process": simulator, "pipe": simulator.stdout, "socket": one}
+        lines = user_state(one=Holder(**sources)).findings()
+        simulator.communicate()
+    assert {line.key for line in lines} == {f"one.{name}" for name in sources}
+    assert {line.fidelity for line in lines} == {Fidelity.UNKNOWN}
+    one.close()
+    other.close()
+    with subprocess.Popen(["true"]) as silent:
+        assert user_state(one=Holder(process=silent)).findings() == ()
 
 
 def test_what_ordinary_scripts_keep_is_no_finding(tmp_path: Path) -> None:

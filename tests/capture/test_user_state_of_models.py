@@ -313,6 +313,34 @@ def test_the_method_of_the_class_in_an_attribute_is_no_change() -> None:
     assert [each.key for each in state.findings()] == ["model.forward"]
 
 
+class _Tuner(nn.Module):
+    """Finds what it does not have in its first model, as the tuners of PEFT do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.other = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("model"), name)
+
+
+def test_the_method_that_a_module_finds_in_a_submodule_is_no_change_as_its_attribute() -> None:
+    """PEFT 0.21 peft_model.py generate() leaves it there; that of another module is a change."""
+    tuner: Any = _Tuner()
+    state = state_of(tuner)
+    tuner.reset_parameters = tuner.model.reset_parameters
+    assert state.findings() == ()
+    tuner.reset_parameters = tuner.other.reset_parameters
+    assert [each.key for each in state.findings()] == ["model.reset_parameters"]
+    plain: Any = nn.Sequential(nn.Linear(2, 2))
+    state = state_of(plain)
+    plain.reset_parameters = plain[0].reset_parameters
+    assert [each.key for each in state.findings()] == ["model.reset_parameters"]
+
+
 def test_hooks_that_only_the_first_launch_has_at_its_first_batch_are_no_state() -> None:
     model = nn.Linear(2, 2)
     state = state_of(model)

@@ -1,8 +1,8 @@
 """Records what each optimizer step of a program trains, by hooks of torch; Python imports this.
 
 A program of a how-to page has no line for it. Each process writes a folder of its own: a file for
-each optimizer step with the loss, what it was computed from, and the weights. The library is not
-asked for anything.
+each optimizer step with the loss, the gradients, the weights, and the tensors that models were
+given since the step before. The library is not asked for anything.
 """
 
 from __future__ import annotations
@@ -28,24 +28,39 @@ class StepRecorder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._began = time.time_ns()  # in containers each launch is process 1
-        self._loss: Any = None
-        self._inputs: list[Any] = []
-        self._before: Any = None
         self._num_steps = 0
+        self._loss: Any = None
+        self._before: Any = None
+        self._used: list[Any] = []  # the tensors that models were given since the last step
+        self._gradients: list[Any] = []
+        self._depth = 0  # of calls of modules in each other
 
     def note_weights(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Hook of every optimizer step, before it: keeps the weights that it begins with."""
         self._before = _weights_of(optimizer)
+        self._gradients = [
+            each.grad.detach().clone()
+            for each in _parameters_of(optimizer)
+            if each.grad is not None
+        ]
 
-    def note_loss(self, module: Any, inputs: Any, output: Any) -> None:
-        """Hook of every forward pass: keeps the output and the inputs of a loss module."""
+    def enter(self, module: Any, inputs: Any) -> None:
+        """Hook of every forward pass, before it."""
+        self._depth += not _is_backward()
+
+    def note_call(self, module: Any, inputs: Any, named_inputs: Any, output: Any) -> None:
+        """Hook of every forward pass: keeps the output of a loss module, and a model's inputs."""
         import torch
         from torch.nn.modules.loss import _Loss
 
+        if _is_backward():  # activation checkpointing computes it again
+            return
+        self._depth -= 1
         if isinstance(module, _Loss):
             self._loss = output.detach().clone()
-            tensors = (each for each in inputs if isinstance(each, torch.Tensor))
-            self._inputs = [each.detach().clone() for each in tensors]
+        elif self._depth == 0 and torch.is_grad_enabled():
+            given = [*inputs, *named_inputs.values()]
+            self._used += [each.detach().clone() for each in given if torch.is_tensor(each)]
 
     def record(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Hook of every optimizer step."""
@@ -57,10 +72,12 @@ class StepRecorder:
         content = {
             "time": time.time(),
             "loss": self._loss,
-            "inputs": self._inputs,
             "before": self._before,
             "weights": _weights_of(optimizer),
+            "used": self._used,
+            "gradients": self._gradients,
         }
+        self._used = []
         torch.save(content, launch / "part")
         os.rename(launch / "part", launch / f"{self._num_steps:06}.pt")
         self._num_steps += 1
@@ -73,9 +90,18 @@ class StepRecorder:
             time.sleep(0.01)
 
 
+def _is_backward() -> bool:
+    import torch
+
+    return torch._C._current_graph_task_id() >= 0
+
+
+def _parameters_of(optimizer: Any) -> list[Any]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
 def _weights_of(optimizer: Any) -> list[Any]:
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    return [each.detach().clone() for each in parameters]
+    return [each.detach().clone() for each in _parameters_of(optimizer)]
 
 
 class AfterTorch(importlib.abc.MetaPathFinder):
@@ -87,20 +113,26 @@ class AfterTorch(importlib.abc.MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec("torch")
+        sys.meta_path.insert(0, self)  # transformers looks whether there is a torch, before
         assert spec is not None
         loader: Any = spec.loader
         execute = loader.exec_module
 
         def execute_and_hook(module: Any) -> None:
+            sys.meta_path.remove(self)
             execute(module)
-            from torch.nn.modules.module import register_module_forward_hook
+            from torch.nn.modules.module import (
+                register_module_forward_hook,
+                register_module_forward_pre_hook,
+            )
             from torch.optim.optimizer import (
                 register_optimizer_step_post_hook,
                 register_optimizer_step_pre_hook,
             )
 
             recorder = StepRecorder(Path(os.environ[RECORDS]))
-            register_module_forward_hook(recorder.note_loss)
+            register_module_forward_pre_hook(recorder.enter)
+            register_module_forward_hook(recorder.note_call, with_kwargs=True, always_call=True)
             register_optimizer_step_pre_hook(recorder.note_weights)
             register_optimizer_step_post_hook(recorder.record)
 

@@ -12,6 +12,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from types import CellType, FrameType, MethodType
@@ -140,14 +141,16 @@ class ValueSlot(NamedTuple):
         _ACCESS[self.role][1](self.owner, self.name, value)
 
     def is_method(self, value: Any) -> bool:
-        """Whether a value is the method that the owner's class has under this name.
+        """Whether a value is the method that the owner has under this name without the attribute.
 
-        Lightning and DeepSpeed put a wrapper in place of ``forward``, and then the method back.
+        Lightning leaves ``forward`` there, PEFT 0.21 peft_model.py ``generate`` one of a submodule.
         """
-        is_own = isinstance(value, MethodType) and value.__self__ is self.owner
-        return (
-            is_own and inspect.getattr_static(type(self.owner), self.name, None) is value.__func__
-        )
+        is_method = isinstance(value, MethodType)
+        found = is_method and inspect.getattr_static(type(self.owner), self.name, None)
+        if found is None and isinstance(self.owner, nn.Module):
+            with suppress(AttributeError):
+                return bool(type(self.owner).__getattr__(self.owner, self.name) == value)
+        return is_method and value.__self__ is self.owner and found is value.__func__
 
     def label(self, path: str) -> str:
         """The path of the value, below the path of its owner."""

@@ -12,6 +12,7 @@ import io
 import random
 import re
 import struct
+import subprocess
 import sys
 import threading
 import types
@@ -161,7 +162,7 @@ _ITERATOR_BASES = word_set(
     """
     torch.utils.data.dataloader._BaseDataLoaderIter
     _queue.SimpleQueue multiprocessing.connection._ConnectionBase multiprocessing.managers.BaseProxy
-    multiprocessing.queues.Queue multiprocessing.queues.SimpleQueue queue.Queue
+    multiprocessing.queues.Queue multiprocessing.queues.SimpleQueue queue.Queue socket.socket
     """
 )
 # Those of user code run it beside the training, as one that reads batches ahead.
@@ -198,7 +199,7 @@ def kind_of(value: Any) -> Kind:
     kind: Kind = kind_of_class(type(value))  # type: ignore[arg-type]
     if kind is Kind.TENSOR and (_is_elsewhere(value) or not _has_elements(class_of(value))):
         return Kind.LEAF
-    if kind is Kind.LEAF and isinstance(value, io.IOBase):
+    if kind is Kind.LEAF and isinstance(value, (io.IOBase, subprocess.Popen)):
         return Kind.ITERATOR if _is_read(value) else Kind.LEAF
     if kind is Kind.ITERATOR and isinstance(value, types.GeneratorType) and is_on_stack(value):
         return Kind.LEAF  # a batch is requested through it: its variables are those of a frame
@@ -536,9 +537,13 @@ def is_object_of_library(kind: Any) -> bool:
     return is_object and _is_library_module(str(getattr(kind, "__module__", "")))
 
 
-def _is_read(file: io.IOBase) -> bool:
-    """Whether a file is open for reading alone: its position decides what is read next."""
-    return not file.closed and file.readable() and file.seekable() and not file.writable()
+def _is_read(value: Any) -> bool:
+    """Whether a file is open for reading alone: its position decides what is read next.
+
+    Of a pipe also the state of the process that writes to it.
+    """
+    file = value.stdout if isinstance(value, subprocess.Popen) else value
+    return bool(file) and not file.closed and file.readable() and not file.writable()
 
 
 def takes(maker: Any, arguments: Sequence[Any]) -> bool:
