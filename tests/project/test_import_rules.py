@@ -257,8 +257,9 @@ BUDGET: dict[str, int] = {
     # 300: the types of saved states; errors of objects' own loads; 5: integers too large for torch;
     # 5: one state of those that groups of ranks wrote, which diff had; 30: tensors made of others;
     # 55: objects in the state of an optimizer; 40: states that another program has saved; 45:
-    # parameters of each rank beside sharded ones; 5: methods that a module finds in a submodule
-    "capture": 7_115,
+    # parameters of each rank beside sharded ones; 10: methods that a module finds in a submodule,
+    # processes that are read
+    "capture": 7_120,
     # 100: the types of saved positions; 20: loaders that skip what was used; 45: loaders that begin
     # with their first batch; 65: positions that another program has counted
     "data": 4_330,

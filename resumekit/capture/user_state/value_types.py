@@ -12,7 +12,6 @@ import io
 import random
 import re
 import struct
-import subprocess
 import sys
 import threading
 import types
@@ -199,7 +198,7 @@ def kind_of(value: Any) -> Kind:
     kind: Kind = kind_of_class(type(value))  # type: ignore[arg-type]
     if kind is Kind.TENSOR and (_is_elsewhere(value) or not _has_elements(class_of(value))):
         return Kind.LEAF
-    if kind is Kind.LEAF and isinstance(value, (io.IOBase, subprocess.Popen)):
+    if kind is Kind.LEAF and (isinstance(value, io.IOBase) or _is_process(value)):
         return Kind.ITERATOR if _is_read(value) else Kind.LEAF
     if kind is Kind.ITERATOR and isinstance(value, types.GeneratorType) and is_on_stack(value):
         return Kind.LEAF  # a batch is requested through it: its variables are those of a frame
@@ -537,12 +536,16 @@ def is_object_of_library(kind: Any) -> bool:
     return is_object and _is_library_module(str(getattr(kind, "__module__", "")))
 
 
+def _is_process(value: Any) -> bool:
+    return "subprocess.Popen" in _names_of(class_of(value))
+
+
 def _is_read(value: Any) -> bool:
     """Whether a file is open for reading alone: its position decides what is read next.
 
     Of a pipe also the state of the process that writes to it.
     """
-    file = value.stdout if isinstance(value, subprocess.Popen) else value
+    file = value.stdout if _is_process(value) else value
     return bool(file) and not file.closed and file.readable() and not file.writable()
 
 
