@@ -335,6 +335,8 @@ class ModelState(Renamed, Adopting, InPlace):
         problems = [
             Mismatch(str(names.get(raw, raw)), "in the checkpoint", "a name that the module takes")
             for raw in outcome.unexpected_keys
+            # bitsandbytes 0.50 nn/modules.py Linear4bit saves scales, which it makes by itself.
+            if not (torch.is_tensor(live[raw]) and is_same(live[raw].cpu(), by_raw_name[raw].cpu()))
         ]
         refuse(self.key, problems, remedy=REMEDY)
         return ()

@@ -160,6 +160,26 @@ def test_an_unexpected_parameter_is_refused(stored: Any) -> None:
     assert "adapter.weight: the checkpoint has this parameter" in refused(Net(), saved)
 
 
+class Quantized(nn.Linear):
+    """Saves the scale of its weights and never loads one, as Linear4bit of bitsandbytes."""
+
+    scale = 2.0
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        destination[f"{prefix}weight.scale"] = torch.tensor(self.scale)
+
+
+def test_what_a_module_saves_and_does_not_load_has_to_be_the_same(stored: Any) -> None:
+    saved = stored(ModelState(Quantized(2, 2)))
+    again = Quantized(2, 2)
+    ModelState(again).load_state_dict(saved)
+    assert torch.equal(again.weight, saved["weight"])
+    again.scale = 3.0
+    with pytest.raises(StateMismatchError, match=r"weight\.scale: in the checkpoint"):
+        ModelState(again).load_state_dict(saved)
+
+
 def test_another_shape_and_another_dtype_are_refused_with_both(stored: Any) -> None:
     saved = stored(ModelState(Net()))
     message = refused(Net(hidden=4), saved)
