@@ -166,7 +166,7 @@ class Quantized(nn.Linear):
     scale = 2.0
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}weight.scale"] = torch.tensor(self.scale)
 
 
