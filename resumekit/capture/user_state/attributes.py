@@ -104,6 +104,8 @@ class Holder:
         data_only: leave out attributes with plain values only, as the counters of library code.
         has_generators: False where its random generators are saved elsewhere.
         attributes_only: of an object with ``state_dict``: that is empty or saved elsewhere.
+        is_trusted: an object with ``state_dict`` has led to it. What nothing else can read, that is
+            for.
         frame: a running function, whose variables these are.
         is_saved: of an optimizer or a scheduler: a component saves what torch keeps in it.
     """
@@ -115,6 +117,7 @@ class Holder:
     data_only: bool = False
     has_generators: bool = True
     attributes_only: bool = False
+    is_trusted: bool = False
     frame: FrameType | None = None
     is_saved: bool = False
 
@@ -371,7 +374,6 @@ def _is_simple(kind: Any) -> bool:
 def _slots_of_object(owner: Any, holder: Holder) -> Iterator[ValueSlot]:
     if owner is holder.value and not holder.attributes_only and kind_of(owner) is Kind.STATEFUL:
         yield ValueSlot(owner, Role.STATE, "")
-        return
     if isinstance(owner, _CONTAINERS):
         yield ValueSlot(owner, Role.ITEMS, "")
     for name in attribute_names(owner):

@@ -67,7 +67,7 @@ _ABSENT = ["constant", Absent.__name__]
 # The nodes that may replace a live value of these kinds.
 _REPLACEABLE_BY: dict[Kind, tuple[str, ...]] = {
     Kind.GENERATOR: ("generator",),
-    Kind.STATEFUL: ("stateful", "elsewhere"),
+    Kind.STATEFUL: ("stateful", "object", "new", "elsewhere"),
     Kind.MODULE: ("object", "new", "copy", "elsewhere"),
     Kind.CALL: ("call", "named"),
     Kind.SHARED: ("shared",),
@@ -113,15 +113,22 @@ class NodeDecoder:
         self.objects: dict[str, Any] = {}  # that no launch makes, by their path in the checkpoint
         layouts: Iterable[Layout] = saved.get("sharing", ())
         self._memory = SharedMemory(where, layouts, self._data, walk.seen, walk.clusters, filled)
-        self._actions: list[Callable[[], Any]] = []
+        self._loads, self._actions = list[Callable[[], Any]](), list[Callable[[], Any]]()
         self._assigned: list[tuple[ValueSlot, Any]] = []
         kept = (e.value for path, e in walk.seen.items() if e.is_known and path not in filled)
         # Live objects that no node may fill, by id, and those that one fills.
         self._kept = {id(part): part for each in kept for part in parts_in(each)}
         self._taken: dict[int, Any] = {}
 
+    def load_states(self) -> bool:
+        """Calls ``load_state_dict`` of the objects that are saved by their state, if any are."""
+        with live_load(self._where):
+            for load in self._loads:
+                load()
+        return bool(self._loads)
+
     def run(self) -> None:
-        """Changes the live objects.
+        """Changes the live objects, apart from what ``load_states`` does.
 
         Raises:
             StateMismatchError: an object does not keep a value that was assigned to it.
@@ -504,17 +511,16 @@ class NodeDecoder:
         return location
 
     def _in_place(self, node: Sequence[Any], live: Any, path: str) -> Any:
-        kind, name, state = node[0], node[1], self._data[node[2]]
+        kind, name, state = *node[:2], self._data[node[2]]
         if kind == "generator" and kind_of(live) not in (Kind.GENERATOR, Kind.CONTAINER):
             live = new_generator(name, state)  # as of an environment that is reset in the loop
-        expected = Kind.GENERATOR if kind == "generator" else Kind.STATEFUL
+        is_state = kind == "stateful"
+        expected = Kind.STATEFUL if is_state else Kind.GENERATOR
         if live is None or kind_of(live) is not expected or not _is(live, name):
             raise self._mismatch(path, describe(live), f"the {name} whose state was saved")
-        restored = Restorer()(None, state)
-        if kind == "generator":
-            self._actions.append(lambda: set_generator_state(live, restored))
-        else:
-            self._actions.append(lambda: live.load_state_dict(restored))
+        load = live.load_state_dict if is_state else functools.partial(set_generator_state, live)
+        actions = self._loads if is_state else self._actions
+        actions.append(functools.partial(load, Restorer()(None, state)))
         return live
 
     def _take(self, live: Any) -> bool:

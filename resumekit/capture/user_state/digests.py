@@ -320,6 +320,7 @@ class Content:
         if value in self.foreign:
             self._update(str(self.foreign.name_of(value)).encode())
         else:
+            self.path_of(value, path)  # its state may lack some of its attributes
             self._without_memory(self._feed, value.state_dict(), path)
 
     def _reduced(self, value: Any, path: str) -> None:

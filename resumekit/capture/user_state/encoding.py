@@ -47,6 +47,7 @@ from resumekit.capture.user_state.value_types import (
     factory_of,
     is_library,
     is_namedtuple,
+    is_user_object,
     items_of,
     kind_of,
     kind_of_class,
@@ -241,7 +242,7 @@ class NodeEncoder:
         if value in self._foreign:
             return self._live(value)
         if not self._has_live(value):
-            raise _not_saved(value)
+            return self._object(value)
         state = value.state_dict()
         encode(state, where="")  # raises where a part of it cannot be stored
         return ["stateful", class_name(value), self._next_to(state)]
@@ -409,7 +410,7 @@ class NodeEncoder:
         if is_known and not (kind in CODE and is_library(value)):
             return ["object", path, class_name(wrapped)]
         is_ours = self._classes.get(name) is type(value) and can_be_made(class_of(value))
-        if kind not in (Kind.OBJECT, Kind.MODULE) or not is_ours or wrapped is not value:
+        if not (is_user_object(value) and is_ours and wrapped is value):
             raise UncapturedError(f"{describe(value)} that training made and no launch can make")
         left, self._left = self._left, Counter()  # no launch has what it refers to
         made_by, attributes = "new", {}

@@ -306,14 +306,17 @@ class UserState(Checked, Renamed, BeforeSave, AfterRng):
         left = self._scope.limit_bytes
         for path in changed:
             seen = found.seen[path]
-            if seen.num_bytes > left:
-                problems[path] = over_limit(seen.num_bytes)
+            # Of an object with state_dict the attributes count.
+            size = 0 if kind_of(seen.value) is Kind.STATEFUL else seen.num_bytes
+            if size > left:
+                problems[path] = over_limit(size)
                 continue
             try:
                 values[path] = encoder.encode(seen, self._sorts.get(path, {}))
-                left -= seen.num_bytes
+                left -= size
             except UncapturedError as error:
-                problems[path] = Problem(str(error))
+                if seen.owner not in found.trusted:
+                    problems[path] = Problem(str(error))
         problems.update(self._made_foreign(found))
         unsaved = self._owners_of_new_unsaved(found, problems)
         for path in [each for each in values if found.seen[each].owner in unsaved]:
@@ -498,6 +501,18 @@ class UserState(Checked, Renamed, BeforeSave, AfterRng):
             found: the live objects.
             skips: what needs an object that is not there yet is left out.
         """
+        decoder, restored = self._decoded(saved, found, skips=skips)
+        if decoder.load_states():  # they may have replaced what their objects refer to
+            decoder, restored = self._decoded(saved, self._walk(), skips=skips)
+        decoder.run()
+        self._not_made.update(decoder.objects)
+        self._paths.update(paths_of(decoder.objects))
+        return tuple(restored)
+
+    def _decoded(
+        self, saved: Mapping[str, Any], found: Walk, *, skips: bool
+    ) -> tuple[NodeDecoder, list[str]]:
+        """What sets a saved state in the live objects, and the paths that it sets."""
         given = [*self._scope.foreign(), *(each.value for each in self._holders.values())]
         decoder = NodeDecoder(self.key, saved, found, device_of(given))
         restored: list[str] = []
@@ -516,10 +531,7 @@ class UserState(Checked, Renamed, BeforeSave, AfterRng):
         for path in [] if self._grows else self._changed(found):
             if path in self._made and path not in kept and is_below(path, saved["holders"]):
                 decoder.assign(found.seen[path].slot, copy.deepcopy(self._made[path]))
-        decoder.run()
-        self._not_made.update(decoder.objects)
-        self._paths.update(paths_of(decoder.objects))
-        return tuple(restored)
+        return decoder, restored
 
     def _slot(self, entry: Any, found: Walk) -> ValueSlot | None:
         """The live slot that an entry is for; None where it has gone, or is named no more.

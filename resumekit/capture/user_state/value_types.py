@@ -532,7 +532,7 @@ def is_library(value: Any) -> bool:
 @functools.cache
 def is_object_of_library(kind: Any) -> bool:
     """Whether a class is not the user's, and its objects are neither modules nor data."""
-    is_object = kind_of_class(kind) is Kind.OBJECT
+    is_object = kind_of_class(kind) in (Kind.OBJECT, Kind.STATEFUL)
     return is_object and _is_library_module(str(getattr(kind, "__module__", "")))
 
 

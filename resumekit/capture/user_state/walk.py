@@ -44,6 +44,7 @@ from resumekit.capture.user_state.value_types import (
     class_of,
     is_library,
     is_object_of_library,
+    is_user_object,
     kind_of,
     names_in,
     parts_in,
@@ -201,6 +202,8 @@ class Walk:
         is_cut: whether there are more objects than are walked.
         names: of the globals that functions use, by the path of their module.
         listed: the paths of modules that are values of a ModuleList.
+        trusted: the paths of objects with ``state_dict``, and of those that they lead to: their
+            state has what nothing else can read, and their attributes are what it may lack.
         clusters: of the tensors and arrays that share memory.
     """
 
@@ -215,6 +218,7 @@ class Walk:
     is_cut: bool = False
     names: dict[str, set[str]] = field(default_factory=dict)
     listed: set[str] = field(default_factory=set)
+    trusted: set[str] = field(default_factory=set)
     clusters: Clusters = field(default_factory=lambda: Clusters([]))
 
     def kinds(self) -> dict[str, str]:
@@ -346,8 +350,13 @@ class _Walker:
         while self._waiting:
             path, value, self._holder = self._waiting.popleft()
             self._is_of_library = is_object_of_library(class_of(value))
+            is_root = value is self._holder.value
+            if kind_of(value) is Kind.STATEFUL and not (is_root and self._holder.attributes_only):
+                self._holder = replace(self._holder, is_trusted=True)
+            if self._holder.is_trusted:
+                self._found.trusted.add(path)
             in_component = id(value) in self._foreign.of_components
-            is_saved = value is self._holder.value and self._holder.is_saved
+            is_saved = is_root and self._holder.is_saved
             self._left_out, self._data_only = (), ()
             if isinstance(value, nn.Module):
                 self._left_out = attributes_set_by(_LIGHTNING, type(value)) - _OF_USER
@@ -392,7 +401,7 @@ class _Walker:
     def _enter(self, value: Any, path: str) -> None:
         """Walks an object or a function that is called, and what it is called with."""
         for each in parts_in(value):
-            if kind_of(each) in (Kind.FUNCTION, Kind.CLASS, Kind.OBJECT, Kind.MODULE):
+            if kind_of(each) in (Kind.FUNCTION, Kind.CLASS) or is_user_object(each):
                 self.path_of(each, path)
 
     def _use_globals(self, code: CodeType, scope: dict[str, Any]) -> None:
@@ -502,7 +511,9 @@ class _Walker:
         except UncapturedError as error:
             problem = Problem(str(error))
         self._num_digested += content.num_objects if self._is_of_library else 0
-        if problem or not (content.is_plain and data_only):
+        if self._holder.is_trusted and (problem or kind_of(value) is Kind.OPAQUE):
+            self._found.seen[path] = Seen(slot, owner, value, "ignored", False, True, None)
+        elif problem or not (content.is_plain and data_only):
             size = before - content.num_left + content.num_skipped
             memory = () if problem else content.memory
             seen = Seen(slot, owner, value, digest, content.is_plain, False, problem, size, memory)

@@ -56,6 +56,43 @@ class SlottedScale:
     factor = Scale.factor
 
 
+class PartialState(Scale):
+    """Its ``state_dict`` lacks an attribute, as that of a counter which somebody added later."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value = state["value"]
+
+
+class Resumable(PartialState):
+    """It has what nothing can read, and its ``state_dict`` has that; loading makes new objects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Scale()
+        self.rates = iter([])
+        self.load_state_dict({"value": 1.0, "used": 0})
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value, "used": self.used}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        super().load_state_dict(state)
+        self.used = state["used"]
+        self.inner = Scale()
+        self.rates = itertools.islice(itertools.cycle([0.1, 0.7, 0.4]), self.used, None)
+
+    def update(self, loss: float) -> None:
+        super().update(loss)
+        self.inner.update(loss + next(self.rates))
+        self.used += 1
+
+    def factor(self) -> float:
+        return super().factor() + self.inner.factor()
+
+
 class Losses(list):
     """A list with an attribute and a method."""
 
@@ -207,6 +244,8 @@ def with_object(make_object):
 
 
 helper_object = with_object(Scale)
+object_with_a_partial_state = with_object(PartialState)
+object_that_loads_new_objects = with_object(Resumable)
 object_with_slots = with_object(SlottedScale)
 list_with_attributes = with_object(Losses)
 dataclass_with_aliases = with_object(Nested)
@@ -262,6 +301,12 @@ class Best:
 
     def __init__(self, loss):
         self.loss = loss
+
+    def state_dict(self):
+        return {"loss": self.loss}
+
+    def load_state_dict(self, state):
+        self.loss = state["loss"]
 
 
 def object_that_training_makes(directory, *, record, **options):

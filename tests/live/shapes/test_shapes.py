@@ -73,6 +73,8 @@ EXACT = {
     "shapes_of_objects": """
         dataclass_with_aliases
         object_that_training_makes
+        object_with_a_partial_state
+        object_that_loads_new_objects
         names_of_one_list_that_part
         views_of_one_tensor
         views_that_part
