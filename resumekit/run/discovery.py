@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from resumekit.capture.model import by_key, unwrapped
 from resumekit.capture.slots import slot_of
-from resumekit.capture.user_state.value_types import is_library
+from resumekit.capture.user_state.value_types import is_library, is_user_object
 from resumekit.distributed import World
 from resumekit.errors import ConfigurationError, InvalidStateError, StateMismatchError
 from resumekit.live.frames import find_frames
@@ -313,9 +313,12 @@ def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, (types.FunctionType, type)):
         if not is_library(value):
             yield from _parts_of_code(path, value)
-    elif not isinstance(value, _WITH_PARTS) and not is_library(type(value)):
-        yield from _attributes(path, value)
-        yield path, type(value)
+    elif not isinstance(value, _WITH_PARTS):
+        is_of_user = not is_library(type(value))
+        if is_of_user or is_user_object(value):  # an agent or a trainer of a library has a model
+            yield from _attributes(path, value)
+        if is_of_user:
+            yield path, type(value)
 
 
 def _parts_of_code(path: str, value: Any) -> Iterator[tuple[str, Any]]:
