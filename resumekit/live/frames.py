@@ -14,9 +14,10 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from types import CodeType, FrameType, GeneratorType, ModuleType
 from typing import Any, Literal
@@ -180,20 +181,26 @@ def _find_reason(code: CodeType, lasti: int) -> str | None:
 
 
 def find_frames(
-    owner: object, start: FrameType, *, at: Mapping[CodeType, int] | None = None
+    owner: object,
+    start: FrameType,
+    *,
+    at: Mapping[CodeType, int] | None = None,
+    is_passed_over: Callable[[str], bool] = lambda module: True,
 ) -> list[LiveFrame]:
     """Returns the frames of the user's functions, the innermost first.
 
     Frames of libraries are passed over: the standard library, installed packages and resumekit. An
-    installed package that has the owner as a variable is the user's. The last frame is the
-    outermost that refers to the owner, else the outermost of the main script; further out are
-    launchers, test runners and loops over whole runs.
+    installed package that has the owner as a variable is the user's. Inside the user's innermost
+    function a library requests the batch for it, as a generator around the loop does. The last
+    frame is the outermost that refers to the owner, else the outermost of the main script; further
+    out are launchers, test runners and loops over whole runs.
 
     Args:
         owner: the Checkpointer; a variable or an attribute of a variable's object refers to it.
         start: the innermost frame, or one inside it.
         at: of the functions that count, the instruction to continue at; by default all count, at
             the instruction that each executes.
+        is_passed_over: of a library inside the user's innermost function, by the module's name.
     """
     frames = [frame for frame in _walk(start) if not _is_package(frame, _PACKAGE)]
     packages = {
@@ -201,17 +208,30 @@ def find_frames(
         for frame in frames
         if is_library_file(frame.f_code.co_filename) and _has_variable(frame, owner)
     }
-    frames = [
+    of_user = [
         frame
         for frame in frames
         if not is_library_file(frame.f_code.co_filename) or _top_package(frame) in packages
     ]
-    last = [number for number, frame in enumerate(frames) if _refers(frame, owner)]
-    last = last or [number for number, frame in enumerate(frames) if _is_package(frame, "__main__")]
-    frames = frames[: last[-1] + 1] if last else frames
+    between = [
+        frame
+        for frame in (_up_to(of_user[0], start) if of_user else ())
+        if not is_passed_over(str(frame.f_globals.get("__name__")))
+    ]
+    last = [number for number, frame in enumerate(of_user) if _refers(frame, owner)]
+    last = last or [n for n, frame in enumerate(of_user) if _is_package(frame, "__main__")]
+    frames = between + (of_user[: last[-1] + 1] if last else of_user)
     if at is None:
         return [LiveFrame(frame) for frame in frames]
     return [LiveFrame(each, at[each.f_code]) for each in frames if each.f_code in at]
+
+
+def _up_to(last: FrameType, start: FrameType) -> list[FrameType]:
+    """The frames outside of all of resumekit and inside the last one."""
+    found: list[FrameType] = []
+    for frame in takewhile(lambda each: each is not last, _walk(start)):
+        found = [] if _is_package(frame, _PACKAGE) else [*found, frame]
+    return found
 
 
 def _walk(frame: FrameType | None) -> Iterator[FrameType]:

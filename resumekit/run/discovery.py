@@ -314,11 +314,15 @@ def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         if not is_library(value):
             yield from _parts_of_code(path, value)
     elif not isinstance(value, _WITH_PARTS):
-        is_of_user = not is_library(type(value))
-        if is_of_user or is_user_object(value):  # an agent or a trainer of a library has a model
-            yield from _attributes(path, value)
-        if is_of_user:
-            yield path, type(value)
+        yield from _parts_of_object(path, value)
+
+
+def _parts_of_object(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    is_of_user = not is_library(type(value))
+    if is_of_user or is_user_object(value):  # an agent or a trainer of a library has a model
+        yield from _attributes(path, value)
+    if is_of_user:
+        yield path, type(value)
 
 
 def _parts_of_code(path: str, value: Any) -> Iterator[tuple[str, Any]]:

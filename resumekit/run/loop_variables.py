@@ -22,7 +22,7 @@ from resumekit.capture.nested_state import class_name
 from resumekit.capture.slots import is_training, slot_of
 from resumekit.capture.user_state.attributes import Holder
 from resumekit.capture.user_state.user_state import UserState, label_of
-from resumekit.capture.user_state.value_types import SCALARS, is_code, is_left_out
+from resumekit.capture.user_state.value_types import SCALARS, is_code, is_leaf_module, is_left_out
 from resumekit.capture.user_state.walk import Paths, Seen, Walk
 from resumekit.errors import StateMismatchError
 from resumekit.live.counts_and_operands import (
@@ -238,7 +238,9 @@ class LoopVariables(UserState):
         owner = self._owner()
         at = self._last_fetch if self._has_left else None
         # CPython documents sys._getframe for such use.
-        return [] if owner is None else find_frames(owner, sys._getframe(1), at=at)
+        if owner is None:
+            return []
+        return find_frames(owner, sys._getframe(1), at=at, is_passed_over=is_leaf_module)
 
     def leave(self, *, is_epoch_over: bool) -> None:
         """The loop was left by ``break``: a save continues at its fetch.

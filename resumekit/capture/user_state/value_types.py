@@ -328,7 +328,7 @@ def kind_of_class(kind: Any) -> Kind:
         return Kind.OPAQUE
     if issubclass(kind, _NAMED):
         return Kind.NAMED
-    is_leaf = _is_leaf(str(kind.__module__)) and not issubclass(kind, (*SEQUENCES, dict, set))
+    is_leaf = is_leaf_module(str(kind.__module__)) and not issubclass(kind, (*SEQUENCES, dict, set))
     if issubclass(kind, _NO_STATE) or is_leaf:  # what a container has is the user's
         return Kind.LEAF
     return _kind_of_object(kind)
@@ -346,7 +346,7 @@ def memory_of(value: Any) -> Any:
     return value.get_obj() if hasattr(value, "get_obj") else value
 
 
-def _is_leaf(module: str) -> bool:
+def is_leaf_module(module: str) -> bool:
     """Whether a module is one of the leaf table, or a part of one."""
     parts = module.split(".")
     is_named = any(".".join(parts[:n]) in _LEAVES for n in range(1, len(parts) + 1)) or (

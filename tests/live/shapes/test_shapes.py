@@ -183,6 +183,7 @@ EXACT |= {
         former_weights
         fitted_estimator
         shared_number
+        generator_around_the_loop
         ---
         shared_numbers
         numbers_of_c
