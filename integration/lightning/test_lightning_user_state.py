@@ -22,7 +22,11 @@ PRELOAD = LIGHTNING
 CASES: dict[str, tuple[dict[str, Any], str]] = {  # the options, and the component that holds it
     "a helper object in the module": ({"module": "annealed"}, "model/attributes"),
     "a helper object in a callback": (
-        {"module": "plain", "anneals_rate": True},
+        {"module": "plain", "callback": "anneals"},
+        "callbacks/attributes",
+    ),
+    "a count that the state of a callback lacks": (
+        {"module": "plain", "callback": "decays"},
         "callbacks/attributes",
     ),
     "hyperparameters that training changes": ({"module": "tempered"}, "model/attributes"),

@@ -21,7 +21,13 @@ from resumekit.capture.slots import parameter_components, stack_own_tensors
 from resumekit.capture.stacking import StackedByRank
 from resumekit.capture.user_state.attributes import Holder, ValueSlot
 from resumekit.capture.user_state.user_state import UserState
-from resumekit.capture.user_state.value_types import is_user_object
+from resumekit.capture.user_state.value_types import (
+    Kind,
+    class_of,
+    is_user_object,
+    kind_of,
+    top_package,
+)
 from resumekit.data.keyed import SEED, RunSeed
 from resumekit.data.position import DataPosition, Feed
 from resumekit.data.source import user_objects
@@ -168,7 +174,8 @@ class RunComponents:
         added += tuple(each.component() for each in needed)
         self.all = self._with_option(check_components([*components, *added, *self._core]))
         for leader in (each for each in states_of(self.all, UserState) if each.key in _LEADERS):
-            leader.lead(_roots_of(components), weakly(self._code_of_others, []))
+            saved = [each for each in self.all if not isinstance(each.stateful, UserState)]
+            leader.lead(_roots_of(saved), weakly(self._code_of_others, []))
 
     def check_named(self) -> None:
         """Checks that each name in the option ``per_rank`` is that of a component.
@@ -381,11 +388,11 @@ class RunComponents:
 
 
 def _roots_of(components: Iterable[StateComponent]) -> dict[str, Holder]:
-    """The optimizers and schedulers, which may have attributes that ``state_dict`` lacks."""
+    """What is saved by a ``state_dict``, which may lack some of the attributes."""
     found: dict[str, Holder] = {}
     for component in components:
         saved = [*component.state.live_objects()]
-        for each in saved:
+        for number, each in enumerate(saved):
             if isinstance(each, (Optimizer, LRScheduler)):
                 state = getattr(each, "state", None)
                 # That of a wrapper may give the ``state`` of the optimizer inside it instead.
@@ -394,4 +401,7 @@ def _roots_of(components: Iterable[StateComponent]) -> dict[str, Holder]:
                 )
                 holder = Holder(each, attributes_only=True, is_saved=is_saved)
                 found.setdefault(component.key, holder)
+            elif kind_of(each) is Kind.STATEFUL and top_package(class_of(each)) != "torch":
+                name = f"{component.key}[{number}]" if number else component.key
+                found.setdefault(name, Holder(each, attributes_only=True, is_trusted=True))
     return found

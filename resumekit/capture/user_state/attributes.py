@@ -104,8 +104,8 @@ class Holder:
         data_only: leave out attributes with plain values only, as the counters of library code.
         has_generators: False where its random generators are saved elsewhere.
         attributes_only: of an object with ``state_dict``: that is empty or saved elsewhere.
-        is_trusted: an object with ``state_dict`` has led to it. What nothing else can read, that is
-            for.
+        is_trusted: an object with ``state_dict`` has led to it, or it is one. What nothing else can
+            read, its state is for; of one with ``attributes_only`` also tensors and arrays.
         frame: a running function, whose variables these are.
         is_saved: of an optimizer or a scheduler: a component saves what torch keeps in it.
     """

@@ -352,7 +352,7 @@ class _Walker:
             self._is_of_library = is_object_of_library(class_of(value))
             is_root = value is self._holder.value
             if kind_of(value) is Kind.STATEFUL and not (is_root and self._holder.attributes_only):
-                self._holder = replace(self._holder, is_trusted=True)
+                self._holder = replace(self._holder, is_trusted=True, attributes_only=False)
             if self._holder.is_trusted:
                 self._found.trusted.add(path)
             in_component = id(value) in self._foreign.of_components
@@ -495,7 +495,7 @@ class _Walker:
         if name is not None:
             self._found.seen[path] = Seen(slot, owner, value, f"is {name}", False, False, None)
             return
-        if self._is_ignored(value, slot) or self._is_beyond_budget:
+        if self._is_ignored(value, slot) or self._is_beyond_budget or self._is_in_state(value):
             self._found.seen[path] = Seen(slot, owner, value, "ignored", False, True, None)
             return
         content = self._content
@@ -523,6 +523,12 @@ class _Walker:
     def _is_beyond_budget(self) -> bool:
         """Whether objects of libraries, which come after nearer ones, have used up their budget."""
         return self._is_of_library and self._num_digested > MAX_OBJECTS
+
+    def _is_in_state(self, value: Any) -> bool:
+        """Whether a component that saves the object by its ``state_dict`` is to save this."""
+        if not (self._holder.is_trusted and self._holder.attributes_only):
+            return False
+        return any(kind_of(each) in (Kind.TENSOR, Kind.ARRAY) for each in parts_in(value))
 
     def _is_ignored(self, value: Any, slot: ValueSlot) -> bool:
         kind = kind_of(value)

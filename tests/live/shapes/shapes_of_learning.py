@@ -340,3 +340,47 @@ def adversarial_noise(directory, *, record, **options):
 
 if __name__ == "__main__":
     run_as_script(globals())
+
+
+class Average:
+    """Averaged weights; ``state_dict`` lacks the count that sets how fast they follow."""
+
+    def __init__(self, model):
+        self.shadow = {name: each.clone() for name, each in model.state_dict().items()}
+        self.num_updates = 0
+
+    def update(self, model):
+        self.num_updates += 1
+        decay = min(0.9, self.num_updates / (self.num_updates + 3))
+        for name, each in model.state_dict().items():
+            self.shadow[name] = torch.lerp(each, self.shadow[name], decay)
+
+    def state_dict(self):
+        return {"shadow": self.shadow}
+
+    def load_state_dict(self, state):
+        self.shadow = dict(state["shadow"])
+
+
+def average_with_a_partial_state(directory, *, record, **options):
+    """It is passed as ``ema``, and scales the loss."""
+    model, optimizer, loader = make()
+    average = Average(model)
+    train_with(model, optimizer, loader, average, record, directory, ema=average, **options)
+
+
+def average_among_the_extras(directory, *, record, **options):
+    """The same, passed as one of the ``extras``."""
+    model, optimizer, loader = make()
+    average = Average(model)
+    extras = {"rate": 1.0, "average": average}
+    train_with(model, optimizer, loader, average, record, directory, extras=extras, **options)
+
+
+def train_with(model, optimizer, loader, average, record, directory, **options):
+    ckpt = Checkpointer(directory, model=model, optimizer=optimizer, **options)
+    for batch in ckpt.batches(loader, epochs=EPOCHS):
+        loss = loss_of(model, batch) * (1 + average.shadow["0.weight"].abs().sum())
+        step(ckpt, optimizer, loss)
+        average.update(model)
+        record(loss, model)

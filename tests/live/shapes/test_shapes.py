@@ -151,7 +151,9 @@ EXACT = {
         optimizer_with_a_base_optimizer
         optimizer_with_slow_weights
         replay_buffer
+        average_with_a_partial_state
         ---
+        average_among_the_extras
         optimizer_with_a_counter
         curriculum_with_a_counter
         warm_up_by_a_step_counter
