@@ -703,7 +703,6 @@ class Dice(random.Random):
 
 
 UNMADE: dict[str, Any] = {
-    "an object with a state": Tally(1),
     "a grad scaler": torch.amp.GradScaler("cpu"),
     "what C makes": operator.attrgetter("a"),
     "options": Option.FIRST | Option.SECOND,

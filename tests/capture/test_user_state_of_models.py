@@ -237,9 +237,11 @@ def test_what_lay_on_a_device_goes_back_there(stored: Any) -> None:
     assert not live.on_host[0].is_cuda
 
 
-def test_a_module_with_extra_state_says_itself_what_is_state() -> None:
+def test_what_the_extra_state_of_a_module_lacks_is_saved() -> None:
     class Extra(nn.Module):
-        calls = 0
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls, self.sum, self.words = 0, 0, iter("abc")
 
         def get_extra_state(self) -> int:
             return self.calls
@@ -248,10 +250,10 @@ def test_a_module_with_extra_state_says_itself_what_is_state() -> None:
             self.calls = state
 
     model = Extra()
-    model.calls = 0
     attributes = state_of(model)
-    model.calls = 3
-    assert not paths(attributes.state_dict())
+    model.calls, model.sum, model.words = 3, 5, iter("abc")
+    assert paths(attributes.state_dict()) == {"model.calls", "model.sum"}
+    assert not attributes.findings()  # what nothing can read, its state is for
 
 
 def test_a_container_that_holds_itself_is_restored(stored: Any) -> None:

@@ -104,8 +104,8 @@ class Holder:
         data_only: leave out attributes with plain values only, as the counters of library code.
         has_generators: False where its random generators are saved elsewhere.
         attributes_only: of an object with ``state_dict``: that is empty or saved elsewhere.
-        is_trusted: an object with ``state_dict`` has led to it, or it is one. What nothing else can
-            read, its state is for; of one with ``attributes_only`` also tensors and arrays.
+        is_trusted: it has a state of its own, or is below one: what nothing else can read, that
+            is for; with ``attributes_only`` also tensors and arrays.
         frame: a running function, whose variables these are.
         is_saved: of an optimizer or a scheduler: a component saves what torch keeps in it.
     """
@@ -236,11 +236,12 @@ def _read_modules(parent: nn.ModuleList, _: str) -> dict[str, nn.Module]:
 
 
 def _has_state(module: nn.Module) -> bool:
-    return any(
-        next(tensors_in_state_dict(each), None) is not None
-        or type(each).get_extra_state is not nn.Module.get_extra_state
-        for each in module.modules()
-    )
+    return any(has_extra_state(m) or [*tensors_in_state_dict(m)] for m in module.modules())
+
+
+def has_extra_state(module: nn.Module) -> bool:
+    """Whether it has a state of its own, next to parameters and buffers."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def _write_modules(parent: nn.ModuleList, _: str, modules: Mapping[str, nn.Module]) -> None:
@@ -456,12 +457,11 @@ def _of_module(module: nn.Module, *, in_component: bool) -> Iterator[tuple[Value
             yield ValueSlot(module, Role.BUFFER, name), buffer
     if isinstance(module, nn.ModuleList):
         yield ValueSlot(module, Role.MODULES, ""), _read_modules(module, "")
-    if type(module).get_extra_state is nn.Module.get_extra_state:
-        values = vars(module)
-        for name in _names_in(values):
-            yield ValueSlot(module, Role.ATTRIBUTE, name), values[name]
-    elif not in_component:  # it says itself which of its attributes are state
+    if has_extra_state(module) and not in_component:
         yield from _with_values([ValueSlot(module, Role.EXTRA_STATE, "")])
+    values = vars(module)
+    for name in _names_in(values):
+        yield ValueSlot(module, Role.ATTRIBUTE, name), values[name]
 
 
 def _names_in(values: Mapping[str, Any]) -> list[str]:

@@ -21,6 +21,7 @@ from resumekit.capture.user_state.attributes import (
     Role,
     ValueSlot,
     contents,
+    has_extra_state,
     hooks_of,
     submodules,
     without_wrappers,
@@ -350,13 +351,8 @@ class _Walker:
         while self._waiting:
             path, value, self._holder = self._waiting.popleft()
             self._is_of_library = is_object_of_library(class_of(value))
-            is_root = value is self._holder.value
-            if kind_of(value) is Kind.STATEFUL and not (is_root and self._holder.attributes_only):
-                self._holder = replace(self._holder, is_trusted=True, attributes_only=False)
-            if self._holder.is_trusted:
-                self._found.trusted.add(path)
             in_component = id(value) in self._foreign.of_components
-            is_saved = is_root and self._holder.is_saved
+            is_saved = value is self._holder.value and self._holder.is_saved
             self._left_out, self._data_only = (), ()
             if isinstance(value, nn.Module):
                 self._left_out = attributes_set_by(_LIGHTNING, type(value)) - _OF_USER
@@ -364,6 +360,10 @@ class _Walker:
                     self.path_of(each, f"{path}.{name}")
             elif top_package(class_of(value)) not in LIBRARIES:
                 self._data_only = attributes_set_by(LIBRARIES, class_of(value))
+            if self._has_state(value):  # its submodules are none of it
+                self._holder = replace(self._holder, is_trusted=True, attributes_only=False)
+            if self._holder.is_trusted:
+                self._found.trusted.add(path)
             slots = contents(value, self._holder, in_component=in_component, is_saved=is_saved)
             for slot, content in [*slots]:  # to look at a value may add attributes to its class
                 self._look_at(slot, content, path)
@@ -377,6 +377,13 @@ class _Walker:
         for path, views in found.clusters.views().items():
             found.seen[path] = found.seen[path]._replace(views=views)
         return found
+
+    def _has_state(self, value: Any) -> bool:
+        """Whether an object gives a state of its own, which is saved where it is referred to."""
+        if isinstance(value, nn.Module):
+            return has_extra_state(value)
+        is_elsewhere = value is self._holder.value and self._holder.attributes_only
+        return kind_of(value) is Kind.STATEFUL and not is_elsewhere
 
     def _follow(self, value: Any, path: str) -> None:
         """What an object leads to besides its slots."""

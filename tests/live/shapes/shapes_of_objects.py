@@ -71,7 +71,6 @@ class Resumable(PartialState):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = Scale()
         self.rates = iter([])
         self.load_state_dict({"value": 1.0, "used": 0})
 
