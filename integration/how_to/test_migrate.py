@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from deepspeed_extension import compile_once
-from how_to_pages import PAGES, Page, Workplace, difference, without
+from how_to_pages import Page, Workplace, difference, without
 
 from resumekit.testing.launchers import free_port
 
@@ -43,7 +43,7 @@ class Migration:
     @cached_property
     def text(self) -> str:
         """The section."""
-        page = (PAGES / "migrate.md").read_text(encoding="utf-8")
+        page = Page("migrate").text
         return page.partition(f"## From {self.title}\n")[2].partition("\n## ")[0]
 
     @property

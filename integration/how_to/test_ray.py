@@ -92,11 +92,9 @@ class Jobs:
     def elastic(self, name: str) -> Workplace:
         """The first program with the changes that the page has for another number of workers."""
         place = self.new(name)
-        _, _, _, changes = PAGE.blocks("python")
-        loader, allowed, checkpointer = changes.splitlines()
-        checkpointer = checkpointer.removesuffix(")") + ", save_every=5)"
-        edit(place, r"loader = .*", loader)
-        edit(place, r"ckpt = .*", f"{allowed}\n    {checkpointer}")
+        (changes,) = PAGE.blocks("diff")
+        for removed, added in re.findall(r"^-(.*)\n((?:\+.*\n)+)", changes, re.MULTILINE):
+            edit(place, re.escape(removed), added.replace("+", "", 1).replace("\n+", "\n").rstrip())
         return place
 
     def whole(self, program: str) -> Workplace:

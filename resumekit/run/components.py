@@ -174,8 +174,8 @@ class RunComponents:
         added += tuple(each.component() for each in needed)
         self.all = self._with_option(check_components([*components, *added, *self._core]))
         for leader in (each for each in states_of(self.all, UserState) if each.key in _LEADERS):
-            saved = [each for each in self.all if not isinstance(each.stateful, UserState)]
-            leader.lead(_roots_of(saved), weakly(self._code_of_others, []))
+            extras = [each for each in self.all if each.key == Slot.EXTRAS.value]
+            leader.lead(_roots_of([*components, *extras]), weakly(self._code_of_others, []))
 
     def check_named(self) -> None:
         """Checks that each name in the option ``per_rank`` is that of a component.
@@ -401,7 +401,13 @@ def _roots_of(components: Iterable[StateComponent]) -> dict[str, Holder]:
                 )
                 holder = Holder(each, attributes_only=True, is_saved=is_saved)
                 found.setdefault(component.key, holder)
-            elif kind_of(each) is Kind.STATEFUL and top_package(class_of(each)) != "torch":
+            elif _is_given(component, each):
                 name = f"{component.key}[{number}]" if number else component.key
                 found.setdefault(name, Holder(each, attributes_only=True, is_trusted=True))
     return found
+
+
+def _is_given(component: StateComponent, value: Any) -> bool:
+    """Whether it is an object with ``state_dict`` that a component saves by that."""
+    is_object = kind_of(value) is Kind.STATEFUL and top_package(class_of(value)) != "torch"
+    return is_object and not isinstance(component.stateful, UserState)

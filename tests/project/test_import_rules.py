@@ -253,20 +253,20 @@ BUDGET: dict[str, int] = {
     # compute, so that frozen weights are not fetched
     "serialization": 3_180,
     "places": 795,  # 75: memory; 20: a limit of the bandwidth
-    "live": 1_035,  # 5: cells of notebooks
+    "live": 1_050,  # 5: cells of notebooks
     # 300: the types of saved states; errors of objects' own loads; 5: integers too large for torch;
     # 5: one state of those that groups of ranks wrote, which diff had; 30: tensors made of others;
     # 55: objects in the state of an optimizer; 40: states that another program has saved; 45:
     # parameters of each rank beside sharded ones; 10: methods that a module finds in a submodule,
     # processes that are read
-    "capture": 7_120,
+    "capture": 7_150,
     # 100: the types of saved positions; 20: loaders that skip what was used; 45: loaders that begin
     # with their first batch; 65: positions that another program has counted
     "data": 4_330,
     "record": 1_460,
     # 120: the check of what states hold; 50: full disks; 80: places; 135: copies in memory; 65:
     # what an imported step lacks; 20: trackers; 50: several objects of an imported step
-    "run": 6_510,
+    "run": 6_530,
     # readers of six formats, what each of them lacks, and the step; 125: DCP directories, whose
     # metadata is a pickle; 145: partitions of DeepSpeed; 75: shards, several objects, trust, PEFT;
     # 60: files of each rank, flattened states of optimizers, stage 0 of DeepSpeed in 16 bits

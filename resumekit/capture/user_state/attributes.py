@@ -104,8 +104,7 @@ class Holder:
         data_only: leave out attributes with plain values only, as the counters of library code.
         has_generators: False where its random generators are saved elsewhere.
         attributes_only: of an object with ``state_dict``: that is empty or saved elsewhere.
-        is_trusted: it has a state of its own, or is below one: what nothing else can read, that
-            is for; with ``attributes_only`` also tensors and arrays.
+        is_trusted: a state has what nothing can read of it; ``attributes_only``: tensors, arrays.
         frame: a running function, whose variables these are.
         is_saved: of an optimizer or a scheduler: a component saves what torch keeps in it.
     """
@@ -218,12 +217,8 @@ def _refill(owner: Any, _: str, items: Any) -> None:
         kind.update(owner, items)
 
 
-def _parameters(owner: Any) -> Any:
-    return registered(owner, "parameters")
-
-
 def _write_requires_grad(owner: Any, name: str, value: bool) -> None:
-    parameter = _parameters(owner)[name]
+    parameter = registered(owner, "parameters")[name]
     # Weights in 8 or 4 bits have no gradient, and reject even the same flag.
     if parameter.requires_grad != value:
         parameter.requires_grad_(value)
@@ -290,10 +285,13 @@ _ACCESS: dict[Role, tuple[Callable[[Any, str], Any], Callable[[Any, str, Any], A
     Role.ATTRIBUTE: (_read_attribute, _write_attribute),
     Role.ITEMS: (_read_items, _refill),
     Role.TRAINING: (lambda o, _: o.training, lambda o, _, value: setattr(o, "training", value)),
-    Role.REQUIRES_GRAD: (lambda o, n: _parameters(o)[n].requires_grad, _write_requires_grad),
+    Role.REQUIRES_GRAD: (
+        lambda o, n: registered(o, "parameters")[n].requires_grad,
+        _write_requires_grad,
+    ),
     Role.PARAMETER: (
-        lambda o, name: _parameters(o)[name],
-        lambda o, name, value: operator.setitem(_parameters(o), name, value),
+        lambda o, name: registered(o, "parameters")[name],
+        lambda o, name, value: operator.setitem(registered(o, "parameters"), name, value),
     ),
     Role.BUFFER: (lambda o, name: registered(o, "buffers")[name], _write_buffer),
     Role.EXTRA_STATE: (lambda o, _: o.get_extra_state(), lambda o, _, v: o.set_extra_state(v)),
