@@ -85,11 +85,11 @@ class Resumable(PartialState):
 
     def update(self, loss: float) -> None:
         super().update(loss)
-        self.inner.update(loss + next(self.rates))
+        self.inner.update(next(self.rates))
         self.used += 1
 
     def factor(self) -> float:
-        return super().factor() + self.inner.factor()
+        return (super().factor() + self.inner.factor()) / 2
 
 
 class Losses(list):
