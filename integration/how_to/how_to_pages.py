@@ -92,9 +92,10 @@ class Workplace:
 
     def environment(self, **variables: str) -> dict[str, str]:
         """Of a command: without the settings of this process's launcher, with the recorder."""
+        given = os.environ.get("PYTHONPATH", "")  # of packages that are installed elsewhere
         known = {
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-            "PYTHONPATH": os.pathsep.join([str(RECORDER), str(self.directory), str(ROOT)]),
+            "PYTHONPATH": os.pathsep.join([str(RECORDER), str(self.directory), str(ROOT), given]),
             "HOW_TO_RECORDS": str(self.records),
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",

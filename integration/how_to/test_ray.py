@@ -14,8 +14,6 @@ from pathlib import Path
 import psutil
 import pytest
 from how_to_pages import (
-    RECORDER,
-    ROOT,
     Page,
     Started,
     Workplace,
@@ -76,12 +74,7 @@ class Jobs:
     def new(self, name: str) -> Workplace:
         """A directory with the programs of the page."""
         directory = self._directory / name.replace(" ", "-")
-        ray = find_spec("ray")
-        assert ray is not None
-        assert ray.origin is not None
-        installed = Path(ray.origin).parents[1]  # perhaps an overlay that is on the path
         variables = {
-            "PYTHONPATH": os.pathsep.join(map(str, (RECORDER, directory, ROOT, installed))),
             "RAY_TMPDIR": str(self._sessions),
             "RAY_AUTH_MODE": "disabled",  # else it writes a token into the home directory
             "RAY_USAGE_STATS_ENABLED": "0",
