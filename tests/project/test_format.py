@@ -112,7 +112,7 @@ def value_of(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
         "$counter": lambda: Counter(pairs(body)),
         "$default_dict": lambda: defaultdict(factories[body[0]], pairs(body[1:])),
         "$deque": lambda: deque(items(body[1:]), body[0]),
-        "$namedtuple": lambda: namedtuple(body[0], body[1])(*items(body[2:])),  # type: ignore[misc]
+        "$namedtuple": lambda: namedtuple(body[0], body[1])(*items(body[2:])),
         "$scalar": lambda: np.frombuffer(bytes.fromhex(body[1]), body[0])[0],
         "$numpy_str": lambda: np.str_(body),
         "$numpy_bytes": lambda: np.bytes_(bytes.fromhex(body)),
