@@ -32,17 +32,11 @@ class StepRecorder:
         self._loss: Any = None
         self._before: Any = None
         self._used: list[Any] = []  # the tensors that models were given since the last step
-        self._gradients: list[Any] = []
         self._depth = 0  # of calls of modules in each other
 
     def note_weights(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Hook of every optimizer step, before it: keeps the weights that it begins with."""
         self._before = _weights_of(optimizer)
-        self._gradients = [
-            each.grad.detach().clone()
-            for each in _parameters_of(optimizer)
-            if each.grad is not None
-        ]
 
     def enter(self, module: Any, inputs: Any) -> None:
         """Hook of every forward pass, before it."""
@@ -75,7 +69,7 @@ class StepRecorder:
             "before": self._before,
             "weights": _weights_of(optimizer),
             "used": self._used,
-            "gradients": self._gradients,
+            "gradients": _gradients_of(optimizer),
         }
         self._used = []
         torch.save(content, launch / "part")
@@ -98,6 +92,12 @@ def _is_backward() -> bool:
 
 def _parameters_of(optimizer: Any) -> list[Any]:
     return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def _gradients_of(optimizer: Any) -> list[Any]:
+    """Those of the step; a closure computes them inside it."""
+    found = (each.grad for each in _parameters_of(optimizer))
+    return [each.detach().clone() for each in found if each is not None]
 
 
 def _weights_of(optimizer: Any) -> list[Any]:
