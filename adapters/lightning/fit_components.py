@@ -222,7 +222,7 @@ class ModelCheckpointState(Checked):
 
 
 def user_state(trainer: Any, *, others: Iterable[Any]) -> UserState:
-    """The attributes of the user's callbacks and data module, as far as no state has them.
+    """The attributes of callbacks and of a data module that define no ``state_dict``.
 
     Args:
         trainer: the Trainer, with its strategy set up.
@@ -238,16 +238,18 @@ def user_state(trainer: Any, *, others: Iterable[Any]) -> UserState:
         models = [trainer.lightning_module, trainer.model]
         return [*models, *optimizers, *schedulers, *trainer.loggers, *datasets, *given]
 
-    callbacks = [each for each in trainer.callbacks if not _is_of_library(type(each))]
+    callbacks = [each for each in trainer.callbacks if not _declares_state(each)]
     holders = {name: _holder(each) for name, each in by_class_and_ordinal(callbacks).items()}
-    if data is not None:
+    if data is not None and not _is_overridden(data, "state_dict"):
         holders["datamodule"] = _holder(data)
     return UserState(holders, key="callbacks/attributes", foreign=foreign)
 
 
-def _declares_state(value: Any) -> bool:
-    """Whether code of the user's gives its state."""
-    return any(_is_overridden(value, hook) for hook in ("state_dict", "on_save_checkpoint"))
+def _declares_state(callback: Any) -> bool:
+    """Whether its own code gives its state, or it is one of Lightning's callbacks."""
+    if _is_of_library(type(callback)):
+        return True
+    return any(_is_overridden(callback, hook) for hook in ("state_dict", "on_save_checkpoint"))
 
 
 def _is_overridden(value: Any, name: str) -> bool:
@@ -262,8 +264,7 @@ def _is_of_library(kind: type) -> bool:
 
 def _holder(value: Any) -> Holder:
     left_out = attributes_set_by(_LIBRARIES, type(value))
-    is_trusted = _declares_state(value)
-    return Holder(value, left_out=left_out, attributes_only=True, is_trusted=is_trusted)
+    return Holder(value, left_out=left_out, attributes_only=True)
 
 
 # ---------------------------------------------------------------- changes of the optimizer

@@ -111,28 +111,6 @@ class AnnealsRate(Callback):
             group["lr"] = 1e-2 * self.anneal.step()
 
 
-class Decays(Callback):
-    """Sets the learning rate by a count that its ``state_dict`` lacks."""
-
-    def __init__(self) -> None:
-        self.rate, self.num_batches = 1e-2, 0
-
-    def state_dict(self) -> dict[str, float]:
-        return {"rate": self.rate}
-
-    def load_state_dict(self, state_dict: dict[str, float]) -> None:
-        self.rate = state_dict["rate"]
-
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        self.num_batches += 1
-        self.rate *= 1 - 1 / (9 + self.num_batches)
-        for group in trainer.optimizers[0].param_groups:
-            group["lr"] = self.rate
-
-
-CALLBACKS = {"anneals": AnnealsRate, "decays": Decays}
-
-
 class Experience(NamedTuple):
     state: np.ndarray
     action: int
@@ -249,7 +227,7 @@ MODULES = {
 }
 
 
-def train(directory: str, *, module: str, save_every: int = 3, callback: str = "") -> None:
+def train(directory: str, *, module: str, save_every: int = 3, anneals_rate: bool = False) -> None:
     """Trains for two epochs, under ``strict=True``."""
     seed_everything(0)
     written = Path(directory).parent
@@ -258,8 +236,8 @@ def train(directory: str, *, module: str, save_every: int = 3, callback: str = "
         Writing(written / f"losses-{launch}.txt"),
         EarlyStopping("lr", patience=99, strict=False, check_on_train_epoch_end=True),
     ]
-    if callback:
-        callbacks.append(CALLBACKS[callback]())
+    if anneals_rate:
+        callbacks.append(AnnealsRate())
     callbacks.append(ResumeCallback(directory, save_every=save_every, strict=True))
     model: Any = MODULES[module]()
     data = TensorDataset(torch.randn(NUM_BATCHES * 4, 4))

@@ -22,11 +22,7 @@ PRELOAD = LIGHTNING
 CASES: dict[str, tuple[dict[str, Any], str]] = {  # the options, and the component that holds it
     "a helper object in the module": ({"module": "annealed"}, "model/attributes"),
     "a helper object in a callback": (
-        {"module": "plain", "callback": "anneals"},
-        "callbacks/attributes",
-    ),
-    "a count that the state of a callback lacks": (
-        {"module": "plain", "callback": "decays"},
+        {"module": "plain", "anneals_rate": True},
         "callbacks/attributes",
     ),
     "hyperparameters that training changes": ({"module": "tempered"}, "model/attributes"),

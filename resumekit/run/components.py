@@ -33,12 +33,14 @@ from resumekit.data.position import DataPosition, Feed
 from resumekit.data.source import user_objects
 from resumekit.distributed import World
 from resumekit.errors import ConfigurationError
+from resumekit.record.trace import injected_components
 from resumekit.run.loop_variables import LoopVariables
 from resumekit.run.options import Options, is_per_rank, names_component
 from resumekit.run.progress import BestSelection, Counters
 from resumekit.run.randomness import RandomState
 from resumekit.serialization.planning import encode_local
 from resumekit.state import (
+    ComponentState,
     SharingPattern,
     Slot,
     StateComponent,
@@ -174,8 +176,14 @@ class RunComponents:
         added += tuple(each.component() for each in needed)
         self.all = self._with_option(check_components([*components, *added, *self._core]))
         for leader in (each for each in states_of(self.all, UserState) if each.key in _LEADERS):
-            extras = [each for each in self.all if each.key == Slot.EXTRAS.value]
-            leader.lead(_roots_of([*components, *extras]), weakly(self._code_of_others, []))
+            # A framework with callbacks says what their state is.
+            is_loop = leader.key == Slot.VARIABLES.value
+            extras = [each for each in self.all if is_loop and each.key == Slot.EXTRAS.value]
+            roots = _roots_of([*components, *extras], with_objects=is_loop)
+            left_out = frozenset(options.exclude) | injected_components()
+            kept = {n for n in roots if names_component(left_out, n.partition("[")[0])}
+            leader.lead(roots, weakly(self._code_of_others, []))
+            leader.left_alone = kept
 
     def check_named(self) -> None:
         """Checks that each name in the option ``per_rank`` is that of a component.
@@ -387,7 +395,7 @@ class RunComponents:
         return {name: each for name, each in self.rng.generators.items() if id(each) not in others}
 
 
-def _roots_of(components: Iterable[StateComponent]) -> dict[str, Holder]:
+def _roots_of(components: Iterable[StateComponent], *, with_objects: bool) -> dict[str, Holder]:
     """What is saved by a ``state_dict``, which may lack some of the attributes."""
     found: dict[str, Holder] = {}
     for component in components:
@@ -401,7 +409,7 @@ def _roots_of(components: Iterable[StateComponent]) -> dict[str, Holder]:
                 )
                 holder = Holder(each, attributes_only=True, is_saved=is_saved)
                 found.setdefault(component.key, holder)
-            elif _is_given(component, each):
+            elif with_objects and _is_given(component, each):
                 name = f"{component.key}[{number}]" if number else component.key
                 found.setdefault(name, Holder(each, attributes_only=True, is_trusted=True))
     return found
@@ -410,4 +418,6 @@ def _roots_of(components: Iterable[StateComponent]) -> dict[str, Holder]:
 def _is_given(component: StateComponent, value: Any) -> bool:
     """Whether it is an object with ``state_dict`` that a component saves by that."""
     is_object = kind_of(value) is Kind.STATEFUL and top_package(class_of(value)) != "torch"
-    return is_object and not isinstance(component.stateful, UserState)
+    # A ComponentState says what its state is, also of another number of ranks.
+    is_declared = isinstance(component.stateful, UserState) or isinstance(value, ComponentState)
+    return is_object and not is_declared

@@ -316,6 +316,45 @@ def test_what_belongs_to_an_excluded_component_is_excluded(tmp_path: Path) -> No
         assert after.resume().step == 2
 
 
+class Forgetful:
+    """An average whose ``state_dict`` lacks its count."""
+
+    def __init__(self) -> None:
+        self.mean, self.count = 0.0, 0
+
+    def update(self, value: float) -> None:
+        self.count += 1
+        self.mean += (value - self.mean) / self.count
+
+    def state_dict(self) -> dict[str, float]:
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.mean = state["mean"]
+
+
+@pytest.mark.parametrize("slot", ["ema", "extras"])
+@pytest.mark.parametrize("is_excluded", [False, True])
+def test_what_the_state_of_a_component_lacks_is_restored_and_excluded_with_it(
+    tmp_path: Path, slot: str, *, is_excluded: bool
+) -> None:
+    found = []
+    for launch in range(2):
+        average, model = Forgetful(), nn.Linear(3, 2)
+        options: dict[str, Any] = {slot: average if slot == "ema" else {"average": average}}
+        if launch and is_excluded:
+            options["exclude"] = {slot}
+        ckpt = Checkpointer(tmp_path, model=model, optimizer=None, save_every=4, **options)
+        with suppress(CrashError), ckpt:
+            for _ in ckpt.batches(range(9), epochs=1):
+                if launch or ckpt.progress.step == 4:
+                    found.append((average.mean, average.count))
+                    raise CrashError
+                average.update(ckpt.progress.step)
+                ckpt.step()
+    assert found == [(1.5, 4), (0.0, 0) if is_excluded else (1.5, 4)]
+
+
 class Counts(ComponentState):
     def __init__(self) -> None:
         self.count = 7

@@ -108,6 +108,7 @@ class UserState(Checked, Renamed, BeforeSave, AfterRng):
 
     Attributes:
         always: the paths of what is saved also where it is what the script made.
+        left_alone: the holders that a resume does not change.
     """
 
     schema: ClassVar[Any] = UserStateContent
@@ -134,6 +135,7 @@ class UserState(Checked, Renamed, BeforeSave, AfterRng):
         self._paths: dict[int, tuple[str, ReferenceType[Any]]] = {}  # of what the script made
         self._too_large: dict[str, int] = {}  # ids of values of too many objects, by path
         self._began = False
+        self.left_alone: Collection[str] = ()
         self._not_made: set[str] = set()  # by the script: objects that a checkpoint has
         self._parts: dict[str, dict[str, str]] = {}  # of modules, before the first batch
         self.objects: Mapping[str, Any] = {}  # that the last walk entered, by path
@@ -545,7 +547,9 @@ class UserState(Checked, Renamed, BeforeSave, AfterRng):
             raise StateMismatchError(
                 self.key, found=f"a value of {name}", expected="variables of your functions"
             )
-        if owner is None or self._scope.is_transient(label_of(entry)) or is_secret(name, "text"):
+        is_alone = is_below(owner_path, self.left_alone)
+        is_left_out = is_alone or self._scope.is_transient(label_of(entry))
+        if owner is None or is_left_out or is_secret(name, "text"):
             return None
         slot = ValueSlot(owner, Role(role), name)
         present = found.seen.get(label_of(entry))
