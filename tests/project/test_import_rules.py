@@ -266,7 +266,7 @@ BUDGET: dict[str, int] = {
     "record": 1_460,
     # 120: the check of what states hold; 50: full disks; 80: places; 135: copies in memory; 65:
     # what an imported step lacks; 20: trackers; 50: several objects of an imported step
-    "run": 6_535,
+    "run": 6_540,
     # readers of six formats, what each of them lacks, and the step; 125: DCP directories, whose
     # metadata is a pickle; 145: partitions of DeepSpeed; 75: shards, several objects, trust, PEFT;
     # 60: files of each rank, flattened states of optimizers, stage 0 of DeepSpeed in 16 bits
