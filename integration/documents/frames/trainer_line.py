@@ -1,26 +1,8 @@
 import torch
-from parts import record, stop_first_launch
-from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from trainer_parts import Net, Recorder
+from transformers import Trainer, TrainingArguments
 
 from resumekit.adapters.transformers import ResumeCallback
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 8))
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": (self.layers(x) - x).square().mean()}
-
-
-class Recorder(TrainerCallback):
-    def on_log(self, args, state, control, logs, **objects) -> None:
-        if "loss" in logs:
-            record(logs["loss"])
-            stop_first_launch()
-
 
 torch.manual_seed(0)
 settings = {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True}

@@ -104,7 +104,7 @@ class Holder:
         data_only: leave out attributes with plain values only, as the counters of library code.
         has_generators: False where its random generators are saved elsewhere.
         attributes_only: of an object with ``state_dict``: that is empty or saved elsewhere.
-        is_trusted: a state has what nothing can read of it; ``attributes_only``: tensors, arrays.
+        is_trusted: a state has what nothing can read; with ``attributes_only`` tensors and arrays.
         frame: a running function, whose variables these are.
         is_saved: of an optimizer or a scheduler: a component saves what torch keeps in it.
     """
