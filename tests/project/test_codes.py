@@ -196,6 +196,7 @@ def test_the_command_prints_the_link(install: Install, tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "resumekit", "verify", str(tmp_path / "missing")],
         env={"PYTHONPATH": f"{installed}:{ROOT}"},
+        cwd=tmp_path,  # not ROOT: its egg-info, without an address, would be found first
         capture_output=True,
         text=True,
         check=False,
