@@ -233,6 +233,18 @@ class Tightening(TrainerCallback):
             state.logging_steps = 2
 
 
+class Halving(TrainerCallback):
+    """Halves a change of the weights from one step on; its attribute begins in its class."""
+
+    factor = 1.0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 5:
+            self.factor = 0.5
+        with torch.no_grad():
+            next(kwargs["model"].parameters()).add_(1e-3 * self.factor)
+
+
 class Preparing(TrainerCallback, ExportableState):
     """Sets up the training at its start, and changes it by a factor in each epoch.
 
@@ -397,6 +409,7 @@ def train(
         "averaging": [Averaging()],
         "freezing": [Freezing()],
         "tightening": [Tightening()],
+        "halving": [Halving()],
         "preparing": [Preparing()],
         "two of a class": [Norms("weight"), Norms("bias")],
     }

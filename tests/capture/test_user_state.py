@@ -989,3 +989,25 @@ def test_a_defaultdict_that_training_makes_has_a_class_of_the_script(stored: Any
     passed_on(saved, user_state(one=again), stored)
     assert again.meters == {"loss": 0.5}
     assert type(again.meters["new"]) is Tally
+
+
+def test_what_is_restored_before_the_hooks_of_the_start_is_saved_again() -> None:
+    """Else the next checkpoint lacks it, and the launch after that begins without it."""
+
+    def launch(loaded: dict[str, Any] | None = None) -> tuple[Holder, UserState]:
+        holder = Holder(begun=1)
+        state = UserState({"holder": Root(holder)}, key=KEY)
+        state.lead({}, tuple)
+        if loaded is not None:
+            state.load_state_dict(loaded)
+            state.restore_early()
+            holder.made_by_a_hook = 3
+        state.restore_now()
+        return holder, state
+
+    holder, state = launch()
+    holder.factor = 0.5
+    for _ in range(2):
+        holder, state = launch(state.state_dict())
+        assert holder.factor == 0.5
+        assert [slot[2] for slot in state.state_dict()["slots"]] == ["factor"]

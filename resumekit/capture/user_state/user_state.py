@@ -40,15 +40,7 @@ from resumekit.capture.user_state.value_types import (
     kind_of,
     parts_in,
 )
-from resumekit.capture.user_state.walk import (
-    Problem,
-    Scope,
-    Seen,
-    Walk,
-    over_limit,
-    paths_of,
-    walk,
-)
+from resumekit.capture.user_state.walk import Problem, Scope, Seen, Walk, over_limit, paths_of, walk
 from resumekit.errors import StateMismatchError
 from resumekit.state import (
     AfterRng,
@@ -108,7 +100,7 @@ class UserState(Checked, Renamed, BeforeSave, AfterRng):
 
     Attributes:
         always: the paths of what is saved also where it is what the script made.
-        left_alone: the holders that a resume does not change.
+        declared: the keys of the components that save the rest of a holder, by its name.
     """
 
     schema: ClassVar[Any] = UserStateContent
@@ -135,7 +127,9 @@ class UserState(Checked, Renamed, BeforeSave, AfterRng):
         self._paths: dict[int, tuple[str, ReferenceType[Any]]] = {}  # of what the script made
         self._too_large: dict[str, int] = {}  # ids of values of too many objects, by path
         self._began = False
-        self.left_alone: Collection[str] = ()
+        self._early: Collection[str] = ()  # paths that ``restore_early`` has set
+        self.declared: Mapping[str, Collection[str]] = {}
+        self._left_alone: Collection[str] = ()
         self._not_made: set[str] = set()  # by the script: objects that a checkpoint has
         self._parts: dict[str, dict[str, str]] = {}  # of modules, before the first batch
         self.objects: Mapping[str, Any] = {}  # that the last walk entered, by path
@@ -172,6 +166,10 @@ class UserState(Checked, Renamed, BeforeSave, AfterRng):
         """
         self._scope = replace(self._scope, code=code)
         self.extend_baseline({**holders, **self._holders})
+
+    def leave_alone(self, is_left_out: Callable[[str], bool]) -> None:
+        """A resume does not change the holders of components whose keys are left out."""
+        self._left_alone = {n for n, keys in self.declared.items() if any(map(is_left_out, keys))}
 
     def add(
         self, holders: Mapping[str, Any], first_of: Callable[[Any, ValueSlot], Any] | None = None
@@ -446,9 +444,9 @@ class UserState(Checked, Renamed, BeforeSave, AfterRng):
     def restore_early(self) -> tuple[str, ...]:
         """Does ``restore_now`` for code before the first batch, and leaves it to be done again."""
         pending = self._pending
-        restored = self.restore_now()
+        self._early = self.restore_now()
         self._pending = pending
-        return restored
+        return self._early
 
     def restore_now(self) -> tuple[str, ...]:
         """Sets the saved values in the live objects, once, and records what training starts from.
@@ -470,9 +468,11 @@ class UserState(Checked, Renamed, BeforeSave, AfterRng):
         self._began = True
         found = self._walk()
         for path, each in found.seen.items():  # code is the script's as hooks have left it
-            if each.is_known and is_code(each.value) and not self._grows:
+            if not each.is_known or path in self._early:
+                continue
+            if is_code(each.value) and not self._grows:
                 self._first.pop(path, None)
-            if each.is_known and (is_code(each.value) or self._scope.code is not None):
+            if is_code(each.value) or self._scope.code is not None:
                 self._note_first(path, each, found)
         restored = [path for saved in self._waiting for path in self._restore(saved, found)]
         waiting = map(self._rest, self._waiting) if self._grows else ()
@@ -547,7 +547,7 @@ class UserState(Checked, Renamed, BeforeSave, AfterRng):
             raise StateMismatchError(
                 self.key, found=f"a value of {name}", expected="variables of your functions"
             )
-        is_alone = is_below(owner_path, self.left_alone)
+        is_alone = is_below(owner_path, self._left_alone)
         is_left_out = is_alone or self._scope.is_transient(label_of(entry))
         if owner is None or is_left_out or is_secret(name, "text"):
             return None
