@@ -78,8 +78,9 @@ class ResumeCallback(Callback):
         **options: Unpack[OptionKeywords],
     ) -> None:
         self._options = Options.from_keywords(options)
+        self._extras = checked_extras(extras)
         given: dict[str, Any] = {
-            "extras": checked_extras(extras),
+            "extras": self._extras,
             "generators": checked_names("generators", generators),
             **options,
         }
@@ -185,7 +186,7 @@ class ResumeCallback(Callback):
         """Every object exists."""
         if not trainer.fast_dev_run:
             self._loops = LoopState(trainer, self._driven_loop)
-            components = fit_components(trainer, self._loops, self._ema)
+            components = fit_components(trainer, self._loops, self._ema, self._extras)
             self._checkpointer = self._make_checkpointer(components=components, **self._asked)
             source = private.VALIDATION_SOURCE.of(trainer)
             ask = partial(type(source).dataloader, source)

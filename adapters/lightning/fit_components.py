@@ -24,30 +24,35 @@ from resumekit.capture.user_state.exclusions import attributes_set_by
 from resumekit.capture.user_state.user_state import UserState
 from resumekit.state import Checked, Rule, SharingPattern, Slot, StateComponent
 
+_HOOKS = f"{Slot.CALLBACKS.value}/hooks"
 _LIBRARIES = frozenset({"lightning", "pytorch_lightning", "resumekit"})
 
 
-def fit_components(trainer: Any, loops: LoopState, ema: Any) -> tuple[StateComponent, ...]:
+def fit_components(
+    trainer: Any, loops: LoopState, ema: Any, extras: Mapping[str, Any]
+) -> tuple[StateComponent, ...]:
     """The components of a fit.
 
     Args:
         trainer: the Trainer, with its strategy set up.
         loops: the state of its loops.
         ema: averaged models that the user gave.
+        extras: the user's own values, which the core saves.
     """
     averaging = [each for each in trainer.callbacks if isinstance(each, callbacks.WeightAveraging)]
     averages = [*map(private.AVERAGED_MODEL.of, averaging), *([] if ema is None else [ema])]
     ema = one_or_named(averages) if averaging else ema
     schedulers = one_or_named([each.scheduler for each in trainer.lr_scheduler_configs])
     stateful = [each for each in trainer.callbacks if overrides(each, "state_dict")]
-    user = user_state(trainer, others=[ema, *averages])
+    others = [ema, *averages, extras, *extras.values(), *filter(_is_of_library, stateful)]
+    user = user_state(trainer, others=others)
     loops.user_state = user
     named = by_class_and_ordinal(stateful).items()
     loops.state_keys = {f"{Slot.CALLBACKS.value}/{name}": e.state_key for name, e in named}
     return (
         *_trained(trainer, schedulers, ema),
         loops.component(),
-        StateComponent("callbacks/hooks", HookState(trainer), SharingPattern.PER_RANK),
+        StateComponent(_HOOKS, HookState(trainer), SharingPattern.PER_RANK),
         user.component(),
         *map(as_kept, registered_components([*stateful, *filter(None, [trainer.datamodule])])),
     )
@@ -222,7 +227,7 @@ class ModelCheckpointState(Checked):
 
 
 def user_state(trainer: Any, *, others: Iterable[Any]) -> UserState:
-    """The attributes of callbacks and of a data module that define no ``state_dict``.
+    """The attributes of callbacks and of a data module, beside what their own code saves.
 
     Args:
         trainer: the Trainer, with its strategy set up.
@@ -238,18 +243,22 @@ def user_state(trainer: Any, *, others: Iterable[Any]) -> UserState:
         models = [trainer.lightning_module, trainer.model]
         return [*models, *optimizers, *schedulers, *trainer.loggers, *datasets, *given]
 
-    callbacks = [each for each in trainer.callbacks if not _declares_state(each)]
-    holders = {name: _holder(each) for name, each in by_class_and_ordinal(callbacks).items()}
-    if data is not None and not _is_overridden(data, "state_dict"):
-        holders["datamodule"] = _holder(data)
-    return UserState(holders, key="callbacks/attributes", foreign=foreign)
+    named = by_class_and_ordinal(each for each in trainer.callbacks if not _is_of_library(each))
+    declared = {name: _declaring(name, each) for name, each in named.items()}
+    if data is not None:
+        named["datamodule"] = data
+        (name,) = by_class_and_ordinal([data])
+        declared["datamodule"] = _declaring(name, data)
+    holders = {name: _holder(each, declared[name]) for name, each in named.items()}
+    state = UserState(holders, key="callbacks/attributes", foreign=foreign)
+    state.declared = declared
+    return state
 
 
-def _declares_state(callback: Any) -> bool:
-    """Whether its own code gives its state, or it is one of Lightning's callbacks."""
-    if _is_of_library(type(callback)):
-        return True
-    return any(_is_overridden(callback, hook) for hook in ("state_dict", "on_save_checkpoint"))
+def _declaring(name: str, value: Any) -> list[str]:
+    """The keys of the components of what a callback's own code says is its state."""
+    keys = {"state_dict": f"{Slot.CALLBACKS.value}/{name}", "on_save_checkpoint": _HOOKS}
+    return [key for hook, key in keys.items() if _is_overridden(value, hook)]
 
 
 def _is_overridden(value: Any, name: str) -> bool:
@@ -258,13 +267,14 @@ def _is_overridden(value: Any, name: str) -> bool:
     return not _is_of_library(owner)
 
 
-def _is_of_library(kind: type) -> bool:
+def _is_of_library(value: Any) -> bool:
+    kind = value if isinstance(value, type) else type(value)
     return kind.__module__.partition(".")[0] in _LIBRARIES
 
 
-def _holder(value: Any) -> Holder:
+def _holder(value: Any, declared: list[str]) -> Holder:
     left_out = attributes_set_by(_LIBRARIES, type(value))
-    return Holder(value, left_out=left_out, attributes_only=True)
+    return Holder(value, left_out=left_out, attributes_only=True, is_trusted=bool(declared))
 
 
 # ---------------------------------------------------------------- changes of the optimizer

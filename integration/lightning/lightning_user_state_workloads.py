@@ -111,6 +111,51 @@ class AnnealsRate(Callback):
             group["lr"] = 1e-2 * self.anneal.step()
 
 
+class Halves(Callback):
+    """Halves the learning rate from its fifth batch on; its attribute begins in its class."""
+
+    factor = 1.0
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 4:
+            self.factor = 0.5
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = 1e-2 * self.factor
+
+
+class Decaying(AnnealsRate):
+    """Sets the weight decay by the number of its steps too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_steps = 0
+
+    def on_train_batch_start(self, trainer: Any, *rest: Any) -> None:
+        super().on_train_batch_start(trainer, *rest)
+        self.num_steps += 1
+        trainer.optimizers[0].param_groups[0]["weight_decay"] = 1e-2 * (self.num_steps % 5)
+
+
+class Forgetful(Decaying):
+    """Its state has the number of steps, and lacks what sets the rate."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_steps": self.num_steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.num_steps = state_dict["num_steps"]
+
+
+class ForgetfulHook(Decaying):
+    """The same with the hooks of a checkpoint."""
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["num_steps"] = self.num_steps
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self.num_steps = checkpoint["num_steps"]
+
+
 class Experience(NamedTuple):
     state: np.ndarray
     action: int
@@ -227,7 +272,15 @@ MODULES = {
 }
 
 
-def train(directory: str, *, module: str, save_every: int = 3, anneals_rate: bool = False) -> None:
+CALLBACKS = {
+    "anneals": AnnealsRate,
+    "halves": Halves,
+    "forgetful": Forgetful,
+    "forgetful hook": ForgetfulHook,
+}
+
+
+def train(directory: str, *, module: str, save_every: int = 3, callback: str | None = None) -> None:
     """Trains for two epochs, under ``strict=True``."""
     seed_everything(0)
     written = Path(directory).parent
@@ -236,8 +289,8 @@ def train(directory: str, *, module: str, save_every: int = 3, anneals_rate: boo
         Writing(written / f"losses-{launch}.txt"),
         EarlyStopping("lr", patience=99, strict=False, check_on_train_epoch_end=True),
     ]
-    if anneals_rate:
-        callbacks.append(AnnealsRate())
+    if callback is not None:
+        callbacks.append(CALLBACKS[callback]())
     callbacks.append(ResumeCallback(directory, save_every=save_every, strict=True))
     model: Any = MODULES[module]()
     data = TensorDataset(torch.randn(NUM_BATCHES * 4, 4))

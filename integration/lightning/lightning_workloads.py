@@ -129,7 +129,7 @@ class Counting(Callback):
 
     def __init__(self, extras: dict[str, int]) -> None:
         self.num_images = 0
-        self.num_labels = 0
+        self.num_labels = torch.tensor(0)  # in what the hooks save only
         self.extras = extras
 
     def on_train_batch_end(
@@ -146,10 +146,20 @@ class Counting(Callback):
         self.num_images = state_dict["num_images"]
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        checkpoint["num_labels"] = self.num_labels
+        checkpoint["num_labels"] = self.num_labels.clone()
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         self.num_labels = checkpoint["num_labels"]
+
+
+class Stepping(Callback):
+    """A user's callback that says nothing of its state."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.num_steps += 1
 
 
 class Asking(Callback):
@@ -238,7 +248,7 @@ def train(
         # What persistent workers of the validation draw would be lost; these draw nothing.
         strict=not (validate and workers == "persistent"),
     )
-    callbacks: list[Any] = [saving, Counting(extras)]
+    callbacks: list[Any] = [saving, Counting(extras), Stepping()]
     if asks:
         callbacks.append(Asking(saving))
     if ema == "given":

@@ -95,9 +95,6 @@ class Recorder(Callback):
         self.losses: list[float] = []
         self.events: list[str] = []
 
-    def on_save_checkpoint(self, *_: Any) -> None:
-        """It says itself what its state is: nothing."""
-
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
         self.events.append("sanity check")
 
@@ -116,6 +113,12 @@ class Recorder(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.events.append("end")
+
+
+# Each launch has notes of its own.
+resuming = partial(
+    ResumeCallback, transient={"losses", "events", "seconds", "seconds_before", "began"}
+)
 
 
 class OfSize(LightningDataModule):
@@ -283,7 +286,7 @@ def fit(
 
 def crashed(directory: Path, at: int, *callbacks: Callback, **settings: Any) -> None:
     with pytest.raises(CrashError):
-        fit(*callbacks, Recorder(at), ResumeCallback(directory, save_every=2), **settings)
+        fit(*callbacks, Recorder(at), resuming(directory, save_every=2), **settings)
 
 
 def outcome(trainer: Trainer) -> dict[str, Any]:
@@ -414,7 +417,7 @@ def test_the_callback_changes_no_bit_of_the_training(
     tmp_path: Path, module: Any, workers: str
 ) -> None:
     runs = []
-    for callbacks in ([], [ResumeCallback(tmp_path, save_every=5)]):
+    for callbacks in ([], [resuming(tmp_path, save_every=5)]):
         recorder = Recorder()
         loader = None
         if module is not WithLoader:
@@ -446,7 +449,7 @@ def test_the_callback_changes_no_bit_of_training_on(
     tmp_path: Path, kind: str, workers: str
 ) -> None:
     runs = []
-    for callbacks in ([], [ResumeCallback(tmp_path, save_every=5)]):
+    for callbacks in ([], [resuming(tmp_path, save_every=5)]):
         recorder = Recorder()
         seed_everything(0, verbose=False)  # making a stateful loader draws
         alone = {"stateful": Classifier, "stream": Classifier, "of the module": EachEpochAnother}
@@ -465,7 +468,7 @@ def test_other_callbacks_see_the_restored_run_and_nothing_twice(tmp_path: Path) 
     whole, recorder = Recorder(), Recorder()
     fit(whole, val=validation())
     crashed(tmp_path, 17, val=validation())
-    fit(ResumeCallback(tmp_path), recorder, val=validation())
+    fit(resuming(tmp_path), recorder, val=validation())
     assert whole.events[:2] == ["sanity check", "start at step 0 of epoch 0"]
     assert recorder.events == ["start at step 16 of epoch 1", "end"]
     assert recorder.losses == whole.losses[16:]
@@ -478,7 +481,7 @@ def test_a_finished_run_trains_nothing_and_stays_as_it_was(
 ) -> None:
     def run(recorder: Recorder) -> dict[str, Any]:
         callbacks = [each(decay=0.9) for each in averaging]
-        return outcome(fit(ResumeCallback(tmp_path), recorder, *callbacks, val=validation()))
+        return outcome(fit(resuming(tmp_path), recorder, *callbacks, val=validation()))
 
     first, again = Recorder(), Recorder()
     ended = run(first)
@@ -500,13 +503,13 @@ def test_lightnings_own_saving_still_works_with_the_callback(tmp_path: Path) -> 
     }
     crashed(tmp_path / "run", 17, best_models(), **settings)
     saving = best_models()
-    fit(ResumeCallback(tmp_path / "run"), saving, **settings)
+    fit(resuming(tmp_path / "run"), saving, **settings)
     assert len(saving.best_k_models) == 2
     assert "callbacks/ModelCheckpoint-0" in saved_keys(tmp_path / "run")
 
 
 def test_a_trial_run_leaves_the_run_directory_alone(tmp_path: Path) -> None:
-    fit(ResumeCallback(tmp_path / "run"), fast_dev_run=True)
+    fit(resuming(tmp_path / "run"), fast_dev_run=True)
     assert not (tmp_path / "run").exists()
 
 
@@ -646,7 +649,7 @@ def test_a_crashed_run_continues_exactly_with(tmp_path: Path, name: str) -> None
     def run(directory: Path, recorder: Recorder) -> dict[str, Any]:
         settings = make()
         callbacks = settings.pop("callbacks", [])
-        saving = ResumeCallback(directory, save_every=2)
+        saving = resuming(directory, save_every=2)
         return outcome(fit(*callbacks, recorder, saving, **settings))
 
     whole, rest, again = Recorder(), Recorder(), Recorder()
@@ -666,7 +669,7 @@ def test_a_crashed_run_continues_exactly_with(tmp_path: Path, name: str) -> None
 def test_a_tuner_tries_batches_before_the_run_begins(tmp_path: Path, kind: str) -> None:
     loader = DataLoader(Stream(22), batch_size=4) if kind == "stream" else None
     finder = LearningRateFinder(num_training_steps=5, attr_name="rate")
-    recorder, saving = Recorder(), ResumeCallback(tmp_path, save_every=5)
+    recorder, saving = Recorder(), resuming(tmp_path, save_every=5)
     fit(finder, recorder, saving, loader=loader, module=WithRate)
     assert len(recorder.losses) == (12 if kind == "stream" else 24)
     assert saved_steps(tmp_path)[0] == len(recorder.losses)
@@ -700,7 +703,7 @@ def test_a_request_for_the_loader_before_the_run_begins_changes_no_number(
         fit(*others, recorder, *saving, module=kind, max_epochs=1)
         return recorder.losses
 
-    assert losses(ResumeCallback(tmp_path / "run")) == losses()
+    assert losses(resuming(tmp_path / "run")) == losses()
 
 
 def test_what_a_tuner_has_logged_is_not_taken_for_what_the_run_has(tmp_path: Path) -> None:
@@ -712,7 +715,7 @@ def test_what_a_tuner_has_logged_is_not_taken_for_what_the_run_has(tmp_path: Pat
     def run(directory: Path, seen: Recorder) -> None:
         finder = LearningRateFinder(num_training_steps=15, attr_name="rate")
         val = make_loader(False, "shuffle", "0", 8)  # a sanity check clears what was logged
-        fit(finder, seen, ResumeCallback(directory, save_every=5), module=WithRate, val=val)
+        fit(finder, seen, resuming(directory, save_every=5), module=WithRate, val=val)
 
     crashed, whole, rest = Seen(7), Seen(), Seen()
     with pytest.raises(CrashError):
@@ -728,7 +731,7 @@ def test_what_a_tuner_has_logged_is_not_taken_for_what_the_run_has(tmp_path: Pat
 
 def test_each_part_of_the_trainer_has_its_key(tmp_path: Path) -> None:
     counting = Counting({"num_batches": 0})
-    callbacks = (counting, EarlyStopping("loss"), EMAWeightAveraging(), ResumeCallback(tmp_path))
+    callbacks = (counting, EarlyStopping("loss"), EMAWeightAveraging(), resuming(tmp_path))
     fit(*callbacks, module=partial(Classifier, "step"), loader=Data(), max_epochs=1)
     assert saved_keys(tmp_path) == [
         "model",
@@ -755,7 +758,7 @@ def test_each_part_of_the_trainer_has_its_key(tmp_path: Path) -> None:
 def test_callbacks_in_another_order_are_restored_by_class(tmp_path: Path) -> None:
     crashed(tmp_path, 5, Counting({"num_batches": 0}), EarlyStopping("loss"))
     counting = Counting({"num_batches": 0})
-    fit(ResumeCallback(tmp_path), EarlyStopping("loss"), counting)
+    fit(resuming(tmp_path), EarlyStopping("loss"), counting)
     assert counting.num_images == counting.num_labels == 2 * NUM_SAMPLES
 
 
@@ -763,7 +766,7 @@ def test_an_early_stop_is_the_end_of_the_run(tmp_path: Path) -> None:
     def run(**settings: Any) -> list[float]:
         recorder = Recorder()
         stopping = EarlyStopping("val_loss", patience=1, min_delta=5.0)
-        callbacks = (stopping, recorder, ResumeCallback(tmp_path))
+        callbacks = (stopping, recorder, resuming(tmp_path))
         fit(*callbacks, val=validation(), max_epochs=9, **settings)
         return recorder.losses
 
@@ -781,7 +784,7 @@ def test_an_improved_metric_of_a_validation_is_saved(tmp_path: Path) -> None:
             if not trainer.sanity_checking:
                 values.append(trainer.callback_metrics["val_loss"].item())
 
-    saving = ResumeCallback(tmp_path, best_metric="val_loss", keep_latest=None)
+    saving = resuming(tmp_path, best_metric="val_loss", keep_latest=None)
     fit(Listener(), saving, val=validation(), val_check_interval=3)
     best = [step for step in range(8) if values[step] < min(values[:step], default=1e9)]
     assert saved_steps(tmp_path) == sorted({*(3 * (step + 1) for step in best), 24}, reverse=True)
@@ -799,9 +802,9 @@ class DrawsAtStart(Classifier):
 
 def test_more_epochs_for_a_finished_run_are_those_of_a_longer_one(tmp_path: Path) -> None:
     whole, first, rest = Recorder(), Recorder(), Recorder()
-    longer = outcome(fit(whole, ResumeCallback(tmp_path / "whole"), module=DrawsAtStart))
-    fit(first, ResumeCallback(tmp_path / "a"), module=DrawsAtStart, max_epochs=1)
-    saving = ResumeCallback(tmp_path / "a", allow_changes={"horizon"})
+    longer = outcome(fit(whole, resuming(tmp_path / "whole"), module=DrawsAtStart))
+    fit(first, resuming(tmp_path / "a"), module=DrawsAtStart, max_epochs=1)
+    saving = resuming(tmp_path / "a", allow_changes={"horizon"})
     found = outcome(fit(rest, saving, module=DrawsAtStart))
     assert first.losses + rest.losses == whole.losses
     assert is_equal(found, longer)
@@ -813,8 +816,8 @@ class ChangesAtEnd(Classifier):
 
 
 def test_what_the_module_does_when_the_training_ends_is_saved(tmp_path: Path) -> None:
-    ended = fit(ResumeCallback(tmp_path), module=ChangesAtEnd)
-    again = fit(ResumeCallback(tmp_path), module=ChangesAtEnd)
+    ended = fit(resuming(tmp_path), module=ChangesAtEnd)
+    again = fit(resuming(tmp_path), module=ChangesAtEnd)
     assert not ended.lightning_module.layers[4].bias.any()
     assert is_equal(outcome(again), outcome(ended))
     ended.fit(Classifier(), make_loader(True, "shuffle", "0", NUM_SAMPLES))  # left as it was
@@ -827,9 +830,6 @@ class Clocked(Callback):
     def __init__(self, crash_after: float = 1e9) -> None:
         self.crash_after = crash_after
         self.seconds_before = self.seconds = 0.0
-
-    def on_save_checkpoint(self, *_: Any) -> None:
-        """It says itself what its state is: nothing."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         (self.timer,) = (each for each in trainer.callbacks if isinstance(each, Timer))
@@ -849,26 +849,26 @@ def test_a_limit_of_time_counts_what_the_run_took_before_the_crash(
 ) -> None:
     settings: dict[str, Any] = {"max_time": timedelta(seconds=1.5), "max_epochs": 10_000}
     with pytest.raises(CrashError):
-        fit(Clocked(1.0), ResumeCallback(tmp_path, save_every=1), **settings)
+        fit(Clocked(1.0), resuming(tmp_path, save_every=1), **settings)
     rest = Clocked()
-    fit(rest, ResumeCallback(tmp_path, save_every=1, exclude=left_out), **settings)
+    fit(rest, resuming(tmp_path, save_every=1, exclude=left_out), **settings)
     if left_out:  # the negative control: the time starts at zero
         assert rest.seconds > 1.4
     else:
         assert rest.seconds_before > 0.8
     again = Recorder()
-    fit(again, ResumeCallback(tmp_path, save_every=1, exclude=left_out), **settings)
+    fit(again, resuming(tmp_path, save_every=1, exclude=left_out), **settings)
     assert again.losses == []
 
 
 def test_another_horizon_is_refused_unless_it_is_allowed(tmp_path: Path) -> None:
-    fit(ResumeCallback(tmp_path), max_epochs=1)
+    fit(resuming(tmp_path), max_epochs=1)
     with pytest.raises(DriftError, match="epochs=2, expected epochs=1"):
-        fit(ResumeCallback(tmp_path))
+        fit(resuming(tmp_path))
     with pytest.raises(DriftError, match="no limit, expected epochs=1"):
-        fit(ResumeCallback(tmp_path), max_epochs=-1)
+        fit(resuming(tmp_path), max_epochs=-1)
     recorder = Recorder()
-    trainer = fit(recorder, ResumeCallback(tmp_path, allow_changes={"horizon"}))
+    trainer = fit(recorder, resuming(tmp_path, allow_changes={"horizon"}))
     assert recorder.events == ["start at step 12 of epoch 1", "epoch 1", "end"]
     assert trainer.global_step == 2 * STEPS_PER_EPOCH
 
@@ -887,14 +887,14 @@ def test_nothing_is_saved_of_a_step_that_an_exception_has_ended(tmp_path: Path) 
                 self.checkpointer = self.saving._checkpointer
                 raise KeyboardInterrupt
 
-    saving = ResumeCallback(tmp_path, save_every=5)
+    saving = resuming(tmp_path, save_every=5)
     listener = Listener(saving)
     with pytest.raises(SystemExit):
         fit(saving, listener, val=validation(), val_check_interval=5)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # lightning 2.6 call.py ignores it
     listener.checkpointer.close()  # as at the exit of the process
     assert saved_steps(tmp_path) == [5]
-    fit(ResumeCallback(tmp_path, save_every=5), max_epochs=2)  # the directory is free
+    fit(resuming(tmp_path, save_every=5), max_epochs=2)  # the directory is free
     assert saved_steps(tmp_path)[0] == 24
 
 
@@ -907,13 +907,13 @@ def test_a_sigterm_before_the_first_step_is_the_exit_status(tmp_path: Path, hook
     setattr(listener, hook, terminate)
     sanity: dict[str, Any] = {"num_sanity_val_steps": 2} if hook == "on_sanity_check_start" else {}
     with pytest.raises(SystemExit) as ended:
-        fit(listener, ResumeCallback(tmp_path), val=validation(), **sanity)
+        fit(listener, resuming(tmp_path), val=validation(), **sanity)
     assert ended.value.code == 128 + signal.SIGTERM
-    fit(ResumeCallback(tmp_path), max_epochs=2)
+    fit(resuming(tmp_path), max_epochs=2)
 
 
 def test_one_callback_serves_fit_after_fit_and_nothing_else(tmp_path: Path) -> None:
-    saving = ResumeCallback(tmp_path, save_every=5)
+    saving = resuming(tmp_path, save_every=5)
     trainer = fit(saving)
     steps = saved_steps(tmp_path)
     trainer.validate(trainer.lightning_module, validation(), verbose=False)
@@ -959,7 +959,7 @@ def test_what_cannot_be_followed_is_refused_and_named(tmp_path: Path, what: str)
     settings = REFUSED[what]()
     callbacks = settings.pop("callbacks", [])
     with pytest.raises(ConfigurationError, match=what):
-        fit(ResumeCallback(tmp_path), *callbacks, **settings)
+        fit(resuming(tmp_path), *callbacks, **settings)
     assert not list(tmp_path.glob("step-*"))
 
 
@@ -967,7 +967,7 @@ def continued(directory: Path, path: Any, **settings: Any) -> tuple[Trainer, Rec
     """A fit that is given a path, and what it was called for."""
     recorder = Recorder()
     seed_everything(0, verbose=False)
-    saving = ResumeCallback(directory, save_every=2)
+    saving = resuming(directory, save_every=2)
     trainer = Trainer(
         callbacks=[recorder, saving],
         **{"max_epochs": 2, "enable_checkpointing": False, **QUIET, **settings},
@@ -984,7 +984,7 @@ def test_a_path_of_the_run_is_what_the_fit_resumes_from(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "run"
-    whole = fit(ResumeCallback(tmp_path / "whole", save_every=2))
+    whole = fit(resuming(tmp_path / "whole", save_every=2))
     if kind != "new run":
         crashed(run, 17)
     path: Any = {"step": run / "step-00000014", "relative step": "run/step-00000014"}.get(kind)
@@ -1018,7 +1018,7 @@ def test_a_path_that_comes_after_the_resume_is_refused_unless_it_is_the_newest(
 
 
 def test_another_start_gives_another_outcome(tmp_path: Path) -> None:
-    whole = fit(ResumeCallback(tmp_path / "whole", save_every=2))
+    whole = fit(resuming(tmp_path / "whole", save_every=2))
     native = tmp_path / "own.ckpt"
     fit(max_epochs=1).save_checkpoint(native)
     resumed = Trainer(max_epochs=2, enable_checkpointing=False, **QUIET)  # by Lightning itself
@@ -1034,10 +1034,10 @@ def test_the_last_checkpoint_that_lightning_finds_is_passed_over_for_the_run(
     def saving() -> ModelCheckpoint:
         return ModelCheckpoint(tmp_path / "own", save_last=True, every_n_train_steps=3)
 
-    whole = fit(ResumeCallback(tmp_path / "whole", save_every=2))
+    whole = fit(resuming(tmp_path / "whole", save_every=2))
     crashed(tmp_path / "run", 17, saving(), enable_checkpointing=True)
     seed_everything(0, verbose=False)
-    callbacks = [saving(), ResumeCallback(tmp_path / "run", save_every=2)]
+    callbacks = [saving(), resuming(tmp_path / "run", save_every=2)]
     trainer = Trainer(max_epochs=2, callbacks=callbacks, **QUIET)
     loader = make_loader(True, "shuffle", "0", NUM_SAMPLES)
     trainer.fit(Classifier(), loader, ckpt_path="last")
@@ -1059,13 +1059,13 @@ def test_the_last_checkpoint_that_lightning_finds_is_passed_over_for_the_run(
 def test_a_path_elsewhere_is_refused_before_anything_is_loaded(
     tmp_path: Path, kind: str, holds: bool, found: str
 ) -> None:
-    fit(ResumeCallback(tmp_path / "other", save_every=2)).save_checkpoint(tmp_path / "own.ckpt")
+    fit(resuming(tmp_path / "other", save_every=2)).save_checkpoint(tmp_path / "own.ckpt")
     if holds:
         crashed(tmp_path / "run", 17)
     seed_everything(0, verbose=False)
     module = Classifier()
     before = {key: value.clone() for key, value in module.state_dict().items()}
-    trainer = Trainer(callbacks=[ResumeCallback(tmp_path / "run")], max_epochs=2, **QUIET)
+    trainer = Trainer(callbacks=[resuming(tmp_path / "run")], max_epochs=2, **QUIET)
     with pytest.raises(ResumekitError, match=found):
         trainer.fit(module, make_loader(True, "shuffle", "0", 16), ckpt_path=tmp_path / kind)
     assert all(torch.equal(before[key], value) for key, value in module.state_dict().items())
@@ -1074,7 +1074,7 @@ def test_a_path_elsewhere_is_refused_before_anything_is_loaded(
 
 def test_a_wrong_option_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="save_evry"):
-        ResumeCallback(tmp_path, save_evry=5)  # type: ignore[call-arg]
+        resuming(tmp_path, save_evry=5)  # type: ignore[call-arg]
 
 
 def test_what_is_no_dataloader_is_reported_as_less_than_exact_and_refused_when_strict(
@@ -1088,7 +1088,7 @@ def test_what_is_no_dataloader_is_reported_as_less_than_exact_and_refused_when_s
             return ((torch.rand(4, 64), torch.tensor([1, 2, 3, 4])) for _ in range(6))
 
     with pytest.raises(InexactError, match="data: equivalent"):
-        fit(ResumeCallback(tmp_path, strict=True), loader=Batches())
+        fit(resuming(tmp_path, strict=True), loader=Batches())
 
 
 LESS_THAN_EXACT: dict[str, Callable[[], dict[str, Any]]] = {
@@ -1105,7 +1105,7 @@ def test_what_persistent_workers_would_lose_is_reported_at_the_start(
     tmp_path: Path, what: str
 ) -> None:
     with pytest.raises(InexactError, match=f"callbacks/lightning: lost .*{what}"):
-        fit(ResumeCallback(tmp_path, strict=True), **LESS_THAN_EXACT[what]())
+        fit(resuming(tmp_path, strict=True), **LESS_THAN_EXACT[what]())
 
 
 class KeepsWorkers(Classifier):
@@ -1137,7 +1137,7 @@ def test_what_workers_of_a_hooks_loaders_would_lose_is_refused_when_it_is_known(
 ) -> None:
     recorder = Recorder()
     with pytest.raises(InexactError, match=f"callbacks/lightning: lost .*{what}"):
-        fit(ResumeCallback(tmp_path, strict=True), recorder, **settings)
+        fit(resuming(tmp_path, strict=True), recorder, **settings)
     assert len(recorder.losses) <= (12 if "num_sanity_val_steps" in settings else 0)
 
 
@@ -1176,7 +1176,7 @@ def test_an_average_of_a_group_that_is_not_logged_again_is_reported_and_refused(
     is_lost = num_batches == 3
     context = pytest.raises(InexactError, match="of a group: lost") if is_lost else nullcontext()
     with context:
-        fit(ResumeCallback(tmp_path, save_every=2, strict=True), module=module)
+        fit(resuming(tmp_path, save_every=2, strict=True), module=module)
     if is_lost:
         capfd.readouterr()
         crashed(tmp_path, 9, module=module)
@@ -1201,7 +1201,7 @@ def test_persistent_workers_that_lose_nothing_are_exact(
     tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     made = {key: value() if callable(value) else value for key, value in settings.items()}
-    fit(ResumeCallback(tmp_path, strict=True), **made)
+    fit(resuming(tmp_path, strict=True), **made)
 
 
 # ---------------------------------------------------------------- the script
@@ -1275,7 +1275,7 @@ def test_what_a_callback_counts_is_restored(
 ) -> None:
     crashed(tmp_path, 17, Tallying({}))
     again = Tallying({})
-    fit(again, ResumeCallback(tmp_path, strict=True))
+    fit(again, resuming(tmp_path, strict=True))
     assert again.num_steps == 2 * STEPS_PER_EPOCH
     assert "lost" not in capfd.readouterr().err
 
@@ -1285,18 +1285,18 @@ def test_what_a_callback_counts_is_restored(
 
 def test_two_callbacks_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="2 of them in one Trainer: expected one"):
-        fit(ResumeCallback(tmp_path / "a"), ResumeCallback(tmp_path / "b"))
+        fit(resuming(tmp_path / "a"), resuming(tmp_path / "b"))
     assert not (tmp_path / "a").exists()
 
 
 @pytest.mark.parametrize("given", ["s3://bucket/a", "", 5], ids=str)
 def test_what_is_no_directory_is_refused_when_the_callback_is_made(given: Any) -> None:
     with pytest.raises(ConfigurationError, match="directory"):
-        ResumeCallback(given)
+        resuming(given)
 
 
 def test_extras_and_options_are_checked_when_the_callback_is_made(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="extras"):
-        ResumeCallback(tmp_path, extras=[1])  # type: ignore[arg-type]
+        resuming(tmp_path, extras=[1])  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="step-00000500"):
-        ResumeCallback(tmp_path, resume_from=500)  # type: ignore[arg-type]
+        resuming(tmp_path, resume_from=500)  # type: ignore[arg-type]

@@ -68,6 +68,7 @@ class TestLightning(AdapterSuite):
         "best_metric",
         "callbacks/lightning",
         "callbacks/hooks",
+        "callbacks/attributes",
         "callbacks/Counting-0",
         "callbacks/EarlyStopping-0",
         "extras",

@@ -22,7 +22,19 @@ PRELOAD = LIGHTNING
 CASES: dict[str, tuple[dict[str, Any], str]] = {  # the options, and the component that holds it
     "a helper object in the module": ({"module": "annealed"}, "model/attributes"),
     "a helper object in a callback": (
-        {"module": "plain", "anneals_rate": True},
+        {"module": "plain", "callback": "anneals"},
+        "callbacks/attributes",
+    ),
+    "an attribute that training sets once": (
+        {"module": "plain", "callback": "halves"},
+        "callbacks/attributes",
+    ),
+    "a callback whose state lacks a helper object": (
+        {"module": "plain", "callback": "forgetful"},
+        "callbacks/attributes",
+    ),
+    "a callback whose hooks lack a helper object": (
+        {"module": "plain", "callback": "forgetful hook"},
         "callbacks/attributes",
     ),
     "hyperparameters that training changes": ({"module": "tempered"}, "model/attributes"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 from weakref import WeakMethod
@@ -175,15 +176,16 @@ class RunComponents:
         needed = (each for each in self._gradients if is_every or each.key in gradients)
         added += tuple(each.component() for each in needed)
         self.all = self._with_option(check_components([*components, *added, *self._core]))
+        extras = [each for each in self.all if each.key == Slot.EXTRAS.value]
         for leader in (each for each in states_of(self.all, UserState) if each.key in _LEADERS):
-            # A framework with callbacks says what their state is.
+            # A framework's adapter names the objects of its components itself.
             is_loop = leader.key == Slot.VARIABLES.value
-            extras = [each for each in self.all if is_loop and each.key == Slot.EXTRAS.value]
-            roots = _roots_of([*components, *extras], with_objects=is_loop)
-            left_out = frozenset(options.exclude) | injected_components()
-            kept = {n for n in roots if names_component(left_out, n.partition("[")[0])}
+            roots = _roots_of(components, with_objects=is_loop) | _roots_of(extras)
+            leader.declared = {**leader.declared, **{n: (n.partition("[")[0],) for n in roots}}
             leader.lead(roots, weakly(self._code_of_others, []))
-            leader.left_alone = kept
+        left_out = frozenset(options.exclude) | injected_components()
+        for each in states_of(self.all, UserState):
+            each.leave_alone(partial(names_component, left_out))
 
     def check_named(self) -> None:
         """Checks that each name in the option ``per_rank`` is that of a component.
@@ -395,7 +397,9 @@ class RunComponents:
         return {name: each for name, each in self.rng.generators.items() if id(each) not in others}
 
 
-def _roots_of(components: Iterable[StateComponent], *, with_objects: bool) -> dict[str, Holder]:
+def _roots_of(
+    components: Iterable[StateComponent], *, with_objects: bool = True
+) -> dict[str, Holder]:
     """What is saved by a ``state_dict``, which may lack some of the attributes."""
     found: dict[str, Holder] = {}
     for component in components:
