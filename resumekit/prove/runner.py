@@ -25,11 +25,11 @@ from resumekit.prove.attaching import (
     require_trainer,
     steps_to_interrupt,
 )
-from resumekit.prove.comparison import constant_leaves, last_digests
+from resumekit.prove.comparison import constant_components, constant_leaves, last_digests
 from resumekit.prove.execution import FinishedRun, Plan, execute_uninterrupted, failure_of_recorder
 from resumekit.prove.kills import Kill, chosen_points, first_saved, kill_instants, require_reached
 from resumekit.prove.result import ProveResult
-from resumekit.prove.trials import Trials, forgiven
+from resumekit.prove.trials import Trials
 from resumekit.prove.workspaces import workspace_of
 from resumekit.record.moments import (
     CHECKPOINT,
@@ -140,7 +140,8 @@ def prove(
         chosen = _kills(plan, followed, points, num_kills, random.Random(seed))
         attempts = followed.get(0, ())
         steps, constant = _steps(attempts), constant_leaves(attempts)
-        runs = Trials(plan, directory, constant, chosen, last_step=steps[-1])
+        kept = constant_components(attempts) if inject == EVERY_COMPONENT else frozenset()
+        runs = Trials(plan, directory, constant, chosen, steps[-1], unchanging=kept)
         trials = tuple(map(runs.run, _injected_components(inject, attempts)))
         result = ProveResult(
             command=plan.command,
@@ -151,7 +152,7 @@ def prove(
             num_steps=len(steps),
             reference_seconds=runs.reference.seconds,
             reference_digests=last_digests(attempts, excluded=constant),
-            trials=forgiven(trials, attempts) if inject == EVERY_COMPONENT else trials,
+            trials=trials,
             is_recorded=plan.follows_records,
             save_every=plan.save_every,
         )

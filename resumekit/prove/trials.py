@@ -9,7 +9,7 @@ from pathlib import Path
 from resumekit.errors import CommandFailedError, KillPointNotReachedError, ProveError, TraceError
 from resumekit.prove.attaching import require_attached, require_save
 from resumekit.prove.causes import Cause, find_first_causes
-from resumekit.prove.comparison import Leaf, compare, constant_components, last_digests
+from resumekit.prove.comparison import Leaf, compare, last_digests
 from resumekit.prove.execution import (
     FinishedRun,
     Plan,
@@ -19,11 +19,16 @@ from resumekit.prove.execution import (
 )
 from resumekit.prove.kills import Kill
 from resumekit.prove.result import Outcome, Trial, Verdict
-from resumekit.record.moments import TracedProcess, find_trace, read_recordings, read_trace
+from resumekit.record.moments import find_trace, read_recordings, read_trace
 from resumekit.record.trace import KillPoint
 
 # A relaunch did something else than the uninterrupted run.
 _EXPLAINED = (Outcome.DIVERGED, Outcome.RESTARTED, Outcome.CAUGHT, Outcome.MISNAMED)
+
+_WITHOUT_DIFFERENCE = (
+    *(Outcome.EXACT, Outcome.WITHIN_TOLERANCE),
+    *(Outcome.MISSED, Outcome.NO_EFFECT),
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,7 @@ class Trials:
         constant: leaves that may differ between runs.
         kills: of each trial.
         last_step: of the uninterrupted run.
+        unchanging: components that are always as at the start; without them nothing differs.
     """
 
     plan: Plan
@@ -43,6 +49,7 @@ class Trials:
     constant: frozenset[Leaf]
     kills: Sequence[Kill]
     last_step: int
+    unchanging: frozenset[str] = frozenset()
 
     @property
     def reference(self) -> FinishedRun:
@@ -73,6 +80,8 @@ class Trials:
         if verdict is not None and self.plan.save_every is not None:
             verdict = self._verdict_on_attached(verdict)
         outcome = _outcome(component, verdict, run.failure)
+        if outcome is Outcome.MISSED and component in self.unchanging:
+            outcome = Outcome.NO_EFFECT
         trial = Trial(
             injected=component,
             outcome=outcome,
@@ -85,10 +94,10 @@ class Trials:
             recorder_failure=recorder_failure,
             causes=_likely_causes(*seen) if outcome in _EXPLAINED else (),
         )
-        if trial.outcome in (Outcome.EXACT, Outcome.WITHIN_TOLERANCE, Outcome.MISSED):
+        if outcome in _WITHOUT_DIFFERENCE:
             self._require_kills(num_kills)
             self._require_resume(verdict)
-        self.plan.on_event(trial.outcome.value)
+        self.plan.on_event(outcome.value)
         return trial
 
     def _check_attached(self, run: FinishedRun, num_kills: int) -> None:
@@ -210,17 +219,3 @@ def _outcome(component: str | None, verdict: Verdict | None, failure: str) -> Ou
     if divergence is not None:
         return Outcome.DIVERGED
     return Outcome.EXACT if verdict.tolerance is None else Outcome.WITHIN_TOLERANCE
-
-
-def forgiven(trials: Sequence[Trial], attempts: Sequence[TracedProcess]) -> tuple[Trial, ...]:
-    """The trials; those not noticed that left out a component which never changes have no effect.
-
-    Leaving out what is still as it was at the start of the run makes no difference to be found.
-    """
-    constant = constant_components(attempts)
-    return tuple(
-        replace(trial, outcome=Outcome.NO_EFFECT)
-        if trial.outcome is Outcome.MISSED and trial.injected in constant
-        else trial
-        for trial in trials
-    )
