@@ -195,9 +195,15 @@ class ModelCheckpointState(Checked):
         super().check_content(key, state)
 
     def comparable_state(self) -> dict[str, Any]:
-        """Without the folder, which each run has for itself."""
-        state = self.state_dict()
-        return {**state, "state": {**state["state"], "dirpath": None}}
+        """Without the folders: each launch may have its own, as a logger's next version."""
+        saved, name = self.state_dict(), os.path.basename
+        state, last = saved["state"], saved["last"].items()
+        paths = {key: name(state[key]) for key in _PATHS if key in state}
+        models = {name(path): score for path, score in state["best_k_models"].items()}
+        return {
+            "state": {**state, **paths, "best_k_models": models, "dirpath": None},
+            "last": {key: name(value) if isinstance(value, str) else value for key, value in last},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         saving, kept = self._saving, state["state"]

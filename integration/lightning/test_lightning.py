@@ -66,6 +66,7 @@ from torchmetrics.wrappers import Running
 
 from resumekit.adapters.lightning import ResumeCallback
 from resumekit.adapters.lightning._private import trainer_faults
+from resumekit.adapters.lightning.fit_components import ModelCheckpointState
 from resumekit.errors import ConfigurationError, DriftError, InexactError, ResumekitError
 from resumekit.record.trace import KILL_VARIABLE, TRACE_VARIABLE
 from resumekit.storage.store import Store
@@ -506,6 +507,27 @@ def test_lightnings_own_saving_still_works_with_the_callback(tmp_path: Path) -> 
     fit(resuming(tmp_path / "run"), saving, **settings)
     assert len(saving.best_k_models) == 2
     assert "callbacks/ModelCheckpoint-0" in saved_keys(tmp_path / "run")
+
+
+@pytest.mark.parametrize("other_score", [False, True])
+def test_two_runs_whose_launches_have_folders_of_their_own_are_equal(
+    tmp_path: Path, other_score: bool
+) -> None:
+    """Each launch of Lightning's logger has the next version; only scores and names count."""
+    settings: dict[str, Any] = {"enable_checkpointing": True, "val": validation()}
+
+    def run(name: str, version: int, *callbacks: Callback) -> str:
+        folder = tmp_path / name / f"version_{version}"
+        saving = ModelCheckpoint(folder, monitor="val_loss", mode="max")  # the best is the first
+        fit(resuming(tmp_path / name / "run", save_every=3), saving, *callbacks, **settings)
+        if other_score:  # the negative control
+            saving.best_k_models = dict.fromkeys(saving.best_k_models, torch.tensor(float(version)))
+        return repr(ModelCheckpointState(saving).comparable_state())
+
+    with pytest.raises(CrashError):
+        run("killed", 0, Recorder(STEPS_PER_EPOCH + 5))
+    killed, whole = run("killed", 1), run("whole", 0)
+    assert (killed == whole) is not other_score
 
 
 def test_a_trial_run_leaves_the_run_directory_alone(tmp_path: Path) -> None:
