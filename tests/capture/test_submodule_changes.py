@@ -24,6 +24,7 @@ class Growing(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(2, 2), nn.ReLU()])
         self.lazy = nn.LazyLinear(2)
+        self.handle = self.register_forward_hook(doubled)
 
 
 class Criterion:
@@ -31,6 +32,10 @@ class Criterion:
 
     def __init__(self, net: Any) -> None:
         self.net = net
+
+
+def doubled(module: nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * 2
 
 
 CHANGES: dict[str, tuple[Callable[[Growing], object], str]] = {
@@ -46,6 +51,11 @@ CHANGES: dict[str, tuple[Callable[[Growing], object], str]] = {
     ),
     "removed this parameter": (lambda net: delattr(net.layers[0], "bias"), "layers.0.bias"),
     "added this buffer": (lambda net: net.register_buffer("mean", torch.zeros(2)), "mean"),
+    "added this hook": (
+        lambda net: net.layers[1].register_forward_hook(doubled),
+        "layers.1.doubled()",
+    ),
+    "removed this hook": (lambda net: net.handle.remove(), "doubled()"),
 }
 
 
@@ -68,7 +78,7 @@ def test_a_changed_part_of_a_module_is_reported(what: str, is_component: bool) -
     reasons = lost(state)
     assert set(reasons) == {prefix + path}
     assert f"training {what}" in reasons[prefix + path]
-    is_refused = is_component and ("added" in what or "parameter" in what)
+    is_refused = is_component and "hook" not in what and ("added" in what or "parameter" in what)
     assert ("no launch can resume this run; do that before" in reasons[prefix + path]) == is_refused
 
     state.configure(transient={path}, limit_bytes=10**6)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -25,11 +25,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from resumekit.capture.model import unwrapped, wrapped_attribute
-from resumekit.capture.nested_state import class_name
 from resumekit.capture.user_state.exclusions import (
     KINDS_OF_TENSORS,
     attributes_set_by,
-    named_in_state_dict,
     registered,
     tensors_in_state_dict,
 )
@@ -44,7 +42,7 @@ from resumekit.capture.user_state.value_types import (
     slots_of,
     word_set,
 )
-from resumekit.state import CaptureLine, Fidelity, Renaming
+from resumekit.state import Renaming
 
 # torch 2.13 nn/modules/module.py Module.__init__: the bookkeeping of every module.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -224,13 +222,15 @@ def _write_requires_grad(owner: Any, name: str, value: bool) -> None:
         parameter.requires_grad_(value)
 
 
-def _read_modules(parent: nn.ModuleList, _: str) -> dict[str, nn.Module]:
+def modules_of_list(parent: nn.ModuleList, _: str) -> dict[str, nn.Module]:
+    """The submodules of a list without anything in their ``state_dict``, which are its values."""
     found = registered(parent, "modules").items()
     numbered = {name: each for name, each in found if name.isdecimal() and each is not None}
-    return {name: each for name, each in numbered.items() if not _has_state(each)}
+    return {name: each for name, each in numbered.items() if not has_state(each)}
 
 
-def _has_state(module: nn.Module) -> bool:
+def has_state(module: nn.Module) -> bool:
+    """Whether anything is in the ``state_dict`` of a module."""
     return any(has_extra_state(m) or [*tensors_in_state_dict(m)] for m in module.modules())
 
 
@@ -241,7 +241,7 @@ def has_extra_state(module: nn.Module) -> bool:
 
 def _write_modules(parent: nn.ModuleList, _: str, modules: Mapping[str, nn.Module]) -> None:
     children = registered(parent, "modules")
-    for name in _read_modules(parent, ""):
+    for name in modules_of_list(parent, ""):
         del children[name]
     children.update(modules)
     for name in sorted(filter(str.isdecimal, children), key=int):  # the order of a list
@@ -295,7 +295,7 @@ _ACCESS: dict[Role, tuple[Callable[[Any, str], Any], Callable[[Any, str, Any], A
     ),
     Role.BUFFER: (lambda o, name: registered(o, "buffers")[name], _write_buffer),
     Role.EXTRA_STATE: (lambda o, _: o.get_extra_state(), lambda o, _, v: o.set_extra_state(v)),
-    Role.MODULES: (_read_modules, _write_modules),
+    Role.MODULES: (modules_of_list, _write_modules),
     Role.STATE: (lambda owner, _: owner, lambda *_: None),  # such an object has loaded its state
     Role.OPTIMIZER: (_read_optimizer, _write_optimizer),
     Role.CELL: (
@@ -454,7 +454,7 @@ def _of_module(module: nn.Module, *, in_component: bool) -> Iterator[tuple[Value
         if name in loose or not (in_component or buffer is None):
             yield ValueSlot(module, Role.BUFFER, name), buffer
     if isinstance(module, nn.ModuleList):
-        yield ValueSlot(module, Role.MODULES, ""), _read_modules(module, "")
+        yield ValueSlot(module, Role.MODULES, ""), modules_of_list(module, "")
     if has_extra_state(module) and not in_component:
         yield from _with_values([ValueSlot(module, Role.EXTRA_STATE, "")])
     values = vars(module)
@@ -502,62 +502,6 @@ def without_wrappers(value: Any) -> Any:
     """A module inside its wrappers; any other object as it is."""
     is_wrapper = isinstance(value, nn.Module) and wrapped_attribute(value) is not None
     return unwrapped(value) if is_wrapper else value
-
-
-# ---------------------------------------------------------------- changed parts of modules
-
-Parts = Mapping[str, Mapping[str, str]]  # what each part is, by its name, by the module's path
-
-
-def parts_of_modules(objects: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """The parts by which a checkpoint fits a module, for each module among some objects, by path.
-
-    Of a submodule the class, of what is in the ``state_dict`` of the module itself its kind.
-    Submodules that are values of their ModuleList are left out.
-    """
-    found: dict[str, dict[str, str]] = {}
-    for path, module in objects.items():
-        if isinstance(module, nn.Module):
-            values = _read_modules(module, "") if isinstance(module, nn.ModuleList) else {}
-            names = ((name, each) for name, each in submodules(module) if name not in values)
-            found[path] = {name: class_name(each) for name, each in names}
-            found[path].update((name, kind) for kind, name, _ in named_in_state_dict(module))
-    return found
-
-
-def lines_of_changed_parts(
-    former: Parts, objects: Mapping[str, Any], of_components: Container[int]
-) -> Iterator[CaptureLine]:
-    """A line for each part of a module that differs, by its path.
-
-    Args:
-        former: ``parts_of_modules`` when training began.
-        objects: the objects as they are, by path.
-        of_components: the ids of the modules whose ``state_dict`` components save; a resume needs
-            the same names in it.
-    """
-    now = parts_of_modules(objects)
-    for path in former.keys() & now.keys():
-        for name in sorted(former[path].keys() | now[path].keys()):
-            before, after = former[path].get(name), now[path].get(name)
-            if before == after or _is_lazy(before):
-                continue
-            what = "added" if before is None else "removed" if after is None else "replaced"
-            kind = after or before
-            kind = kind if kind in KINDS_OF_TENSORS else "module"
-            key, remedy = f"{path}.{name}", "do that before the first batch"
-            reason = f"training {what} this {kind}"
-            new = registered(objects[path], "modules").get(name)
-            if before is None and new is not None and not _has_state(new):
-                remedy += f', or pass transient={{"{key}"}}'
-            elif id(objects[path]) in of_components and (before is None or kind != "module"):
-                reason += ", and no launch can resume this run"
-            yield CaptureLine(key, Fidelity.LOST, f"{reason}; {remedy}")
-
-
-def _is_lazy(name: str | None) -> bool:
-    """Whether torch gives such a module another class at its first call, as ``LazyLinear``."""
-    return name is not None and name.rpartition(".")[2].startswith("Lazy")
 
 
 # ---------------------------------------------------------------- paths

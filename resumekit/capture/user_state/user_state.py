@@ -19,10 +19,8 @@ from resumekit.capture.user_state.attributes import (
     ValueSlot,
     deleted_slots,
     is_below,
-    lines_of_changed_parts,
     may_appear,
     moved_state,
-    parts_of_modules,
 )
 from resumekit.capture.user_state.decoding import NodeDecoder, device_of
 from resumekit.capture.user_state.decoding import label_of as label_of
@@ -30,6 +28,7 @@ from resumekit.capture.user_state.digests import TOO_MANY, UncapturedError, has_
 from resumekit.capture.user_state.encoding import NodeEncoder
 from resumekit.capture.user_state.exclusions import is_secret
 from resumekit.capture.user_state.memory import Layout, aliases
+from resumekit.capture.user_state.module_parts import lines_of_changed_parts, parts_of_modules
 from resumekit.capture.user_state.table import UserStateContent
 from resumekit.capture.user_state.value_types import (
     SCALARS,
