@@ -98,20 +98,19 @@ def _is_code(given: Any) -> bool:
 
 
 def changed_settings(trainer: Any) -> UserState:
-    """Numbers and flags of the arguments, and intervals, that callbacks change in training.
+    """Numbers and flags of the arguments, intervals, and attributes that callbacks add to these.
 
     Args:
         trainer: the ``transformers.Trainer`` when its state exists.
     """
     kinds = (bool, int, float, type(None))
     names = {name for name, value in vars(trainer.args).items() if type(value) in kinds}
-    return UserState(
-        {
-            "args": Holder(trainer.args, only=names - _NOT_SETTINGS),
-            "state": Holder(trainer.state, only=private.INTERVALS),
-        },
-        key=f"{_CALLBACKS}/settings",
-    )
+    kept = {"args": names - _NOT_SETTINGS, "state": private.INTERVALS, "control": frozenset()}
+    holders = {
+        name: Holder(getattr(trainer, name), left_out=vars(getattr(trainer, name)).keys() - each)
+        for name, each in kept.items()
+    }
+    return UserState(holders, key=f"{_CALLBACKS}/settings")
 
 
 # ---------------------------------------------------------------- TRL's Trainers

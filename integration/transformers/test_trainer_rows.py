@@ -59,6 +59,7 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[KillPoint, ...]]] = {
     "parameters that are frozen at a step": ({"callbacks": "freezing"}, TWICE),
     "arguments that are changed at a step": ({"callbacks": "tightening"}, TWICE),
     "an attribute that training sets once": ({"callbacks": "halving"}, TWICE),
+    "attributes of arguments, state and control": ({"callbacks": "marking"}, TWICE),
     "what every start and epoch changes": ({"callbacks": "preparing"}, TWICE),
     "the same between two epochs": ({"callbacks": "preparing"}, (BOUNDARY,)),
     "a layer that anneals": ({"kind": "annealed"}, TWICE),
@@ -155,9 +156,10 @@ def test_a_part_left_out_is_caught_and_named(kit: Kit, component: str) -> None:
         ({"callbacks": "freezing"}, "model/attributes"),
         ({"callbacks": "tightening"}, "callbacks/settings"),
         ({"callbacks": "halving"}, "callbacks/attributes"),
+        ({"callbacks": "marking"}, "callbacks/settings"),
         ({"kind": "annealed"}, "model/attributes"),
     ],
-    ids=["attributes", "frozen", "settings", "set once", "annealed"],
+    ids=["attributes", "frozen", "settings", "set once", "marks", "annealed"],
 )
 def test_what_user_code_has_set_is_caught_when_it_is_left_out(
     kit: Kit, options: dict[str, Any], component: str
