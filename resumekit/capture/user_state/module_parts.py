@@ -72,8 +72,8 @@ def lines_of_changed_parts(
             key, remedy = f"{path}.{name}", "do that before the first batch"
             reason = f"training {what} this {kind}"
             new = registered(objects[path], "modules").get(name)
-            is_new = before is None and new is not None
-            if kind == _HOOK or (is_new and not has_state(new)):
+            is_stateless = before is None and new is not None and not has_state(new)
+            if kind == _HOOK or is_stateless:
                 remedy += f', or pass transient={{"{key}"}}'
             elif id(objects[path]) in of_components and (before is None or kind != "module"):
                 reason += ", and no launch can resume this run"
