@@ -105,7 +105,7 @@ def changed_settings(trainer: Any) -> UserState:
     """
     kinds = (bool, int, float, type(None))
     names = {name for name, value in vars(trainer.args).items() if type(value) in kinds}
-    kept = {"args": names - _NOT_SETTINGS, "state": private.INTERVALS, "control": frozenset()}
+    kept = {"args": names - _NOT_SETTINGS, "state": private.INTERVALS}
     holders = {
         name: Holder(getattr(trainer, name), left_out=vars(getattr(trainer, name)).keys() - each)
         for name, each in kept.items()

@@ -53,6 +53,7 @@ CALLBACKS: dict[str, dict[str, str]] = {
         "lr_scheduler": PLATEAU,
         "callbacks/lightning": COUNTED,
         "callbacks/hooks": COUNTED,
+        "callbacks/attributes": COUNTED,
         "callbacks/Counting-0": COUNTED,
         "callbacks/EarlyStopping-0": REPORTED,
     },

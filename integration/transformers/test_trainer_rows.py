@@ -59,7 +59,7 @@ ROWS: dict[str, tuple[dict[str, Any], tuple[KillPoint, ...]]] = {
     "parameters that are frozen at a step": ({"callbacks": "freezing"}, TWICE),
     "arguments that are changed at a step": ({"callbacks": "tightening"}, TWICE),
     "an attribute that training sets once": ({"callbacks": "halving"}, TWICE),
-    "attributes of arguments, state and control": ({"callbacks": "marking"}, TWICE),
+    "attributes of the arguments and the state": ({"callbacks": "marking"}, TWICE),
     "what every start and epoch changes": ({"callbacks": "preparing"}, TWICE),
     "the same between two epochs": ({"callbacks": "preparing"}, (BOUNDARY,)),
     "a layer that anneals": ({"kind": "annealed"}, TWICE),

@@ -249,11 +249,10 @@ class Marking(TrainerCallback):
     """Keeps its numbers where other callbacks find them."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for each in (args, state, control):
+        for each in (args, state):
             each.mark = getattr(each, "mark", 0) + 1
-        marks = args.mark * 1e-3 + state.mark * 1e-4 + control.mark * 1e-5
         with torch.no_grad():
-            next(kwargs["model"].parameters()).add_(marks)
+            next(kwargs["model"].parameters()).add_(args.mark * 1e-3 + state.mark * 1e-4)
 
 
 class Preparing(TrainerCallback, ExportableState):
