@@ -75,9 +75,8 @@ class Jobs:
         """A directory with the programs of the page."""
         directory = self._directory / name.replace(" ", "-")
         variables = {
-            "RAY_TMPDIR": tempfile.mkdtemp(
-                dir=self._sessions
-            ),  # no job finds the cluster of another
+            # Of its own: a job must not find the cluster of another.
+            "RAY_TMPDIR": tempfile.mkdtemp(dir=self._sessions),
             "RAY_AUTH_MODE": "disabled",  # else it writes a token into the home directory
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_DEDUP_LOGS": "0",

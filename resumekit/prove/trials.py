@@ -26,8 +26,10 @@ from resumekit.record.trace import KillPoint
 _EXPLAINED = (Outcome.DIVERGED, Outcome.RESTARTED, Outcome.CAUGHT, Outcome.MISNAMED)
 
 _WITHOUT_DIFFERENCE = (
-    *(Outcome.EXACT, Outcome.WITHIN_TOLERANCE),
-    *(Outcome.MISSED, Outcome.NO_EFFECT),
+    Outcome.EXACT,
+    Outcome.WITHIN_TOLERANCE,
+    Outcome.MISSED,
+    Outcome.NO_EFFECT,
 )
 
 
